@@ -15,6 +15,15 @@ class Holder(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteHolder:
+    """A worker that another scheduler leases, and how many leading blocks of a prefix it holds."""
+
+    holder: Holder
+    scheduler: str  # host:port
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixChanges:
     """Changes of cached prefixes on one worker, in order. True: a block was cached. False: it was evicted or reused."""
 

@@ -1,7 +1,8 @@
 """The prefix index: the workers that hold each prefix, for readers outside the scheduler.
 
-The index is a hint with which gateways choose a replica. A scheduler never reads it, because its own block managers are
-exact. So the index may lag, lose data or be down without any effect on tokens.
+The index is a hint with which gateways choose a replica, and schedulers find blocks on workers of other schedulers. For
+its own workers a scheduler never reads it, because its block managers are exact. So the index may lag, lose data or be
+down without any effect on tokens.
 """
 
 from __future__ import annotations

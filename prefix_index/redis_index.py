@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from prefix_index.changes import Holder, PrefixChanges
+from prefix_index.changes import Holder, PrefixChanges, RemoteHolder
 from prefix_index.keys import (
     MAX_SCHEDULER_EPOCH,
     entry_key,
@@ -20,6 +20,7 @@ from prefix_index.keys import (
     weights_key,
     worker_key,
 )
+from prefix_index.search import PrefixSearch
 from svc_common.redis.connect import call_errors, connect
 from svc_common.redis.server import Availability, RedisServer
 
@@ -100,7 +101,9 @@ class RedisPrefixIndex:
     ) -> None:
         self._redis = connect(server, timeout_s)
         self._server = Availability("the prefix index is shared")
+        self.scheduler_address = ""  # host:port of this scheduler, for the others
         self._owner = owner
+        self._search = PrefixSearch(self._redis, namespace)
         self._snapshot = snapshot
         self._prefix = namespace
         self._timeout_s = timeout_s
@@ -226,6 +229,20 @@ class RedisPrefixIndex:
             self._server.went_down(error)
             return None
         return bytes(held).decode(errors="replace")
+
+    async def find_elsewhere(self, digests: Sequence[bytes]) -> list[RemoteHolder]:
+        """The workers of other schedulers that hold leading blocks of a prefix; none if the server does not answer."""
+        if not self.is_up:
+            return []
+        try:
+            async with asyncio.timeout(4 * self._timeout_s):
+                held = await self._search.leading_blocks(digests)
+                schedulers = await self._search.schedulers(held, self._owner)
+        except call_errors(ValueError) as error:
+            self._server.went_down(error)
+            self._wake.set()
+            return []
+        return [RemoteHolder(holder, address, held[holder]) for holder, address in schedulers.items()]
 
     def release_revision(self) -> None:
         self._released, self._revision = self._revision or self._released, None
@@ -358,7 +375,8 @@ class RedisPrefixIndex:
         address = self._addresses.get(holder)
         if address is None:
             return
-        pipeline.hset(key, mapping={"epoch": epoch, "address": address, "owner": self._owner})
+        record = {"epoch": epoch, "address": address, "owner": self._owner, "scheduler": self.scheduler_address}
+        pipeline.hset(key, mapping=record)
         pipeline.pexpire(key, int(self._lease_ttl_s * 1000))
 
     async def _check_generation(self, found: bytes | None) -> None:

@@ -48,16 +48,30 @@ class PrefixSearch:
 
     async def owners(self, holders: Iterable[Holder]) -> dict[Holder, int]:
         """The live holders, each with the epoch of the scheduler that leases it (0: unknown)."""
+        found = await self._records(holders)
+        return {holder: epoch_of_owner(owner) for holder, (owner, _) in found.items()}
+
+    async def schedulers(self, holders: Iterable[Holder], but: str) -> dict[Holder, str]:
+        """The live holders that another owner leases, each with the address of its scheduler, if that is known."""
+        found = await self._records(holders)
+        return {
+            holder: scheduler.decode()
+            for holder, (owner, scheduler) in found.items()
+            if owner != but.encode() and scheduler
+        }
+
+    async def _records(self, holders: Iterable[Holder]) -> dict[Holder, tuple[bytes | None, bytes | None]]:
+        """Owner and scheduler of the live holders."""
         asked = list(holders)
         if not asked:
             return {}
         pipeline = self._redis.pipeline(transaction=False)
         for holder in asked:
-            pipeline.hmget(worker_key(self._prefix, holder.worker_id), "epoch", "owner")
+            pipeline.hmget(worker_key(self._prefix, holder.worker_id), "epoch", "owner", "scheduler")
         records = await pipeline.execute()
         return {
-            holder: epoch_of_owner(owner)
-            for holder, (epoch, owner) in zip(asked, records, strict=True)
+            holder: (owner, scheduler)
+            for holder, (epoch, owner, scheduler) in zip(asked, records, strict=True)
             if epoch == b"%d" % holder.worker_epoch
         }
 

@@ -26,6 +26,9 @@ EPILOG = """examples:
 
 FLAGS = (
     Flag("--listen", address, "host:port to serve on", default="127.0.0.1:50052"),
+    Flag("--advertise", address,
+        "address at which other schedulers reach this one, to read blocks that its workers hold; unset: that of "
+        "--listen, or if that is all interfaces, this host's address on the way to Redis"),
     redis_flags("cached prefixes and the counter of leases"),
     Flag("--scheduler-id", text, "name in logs and in Redis; unset: host name", metavar="ID"),
     Flag("--max-waiting", in_range(int, 1, 1 << 20),

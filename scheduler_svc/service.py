@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import re
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
+from urllib.parse import urlsplit
 
 from quire.internal.v1 import scheduler_pb2_grpc
 
@@ -20,12 +22,14 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.flags import make_parser
 from scheduler_svc.gateways.streams import Gateways
 from scheduler_svc.metrics import SPECS, SchedulerReader
+from scheduler_svc.other_schedulers import OtherSchedulers
 from scheduler_svc.request_traces import RequestTraces
 from scheduler_svc.servicer import CALLERS, MAX_REGISTER_BYTES, SERVICE_NAME, SchedulerParts, SchedulerServicer
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.leased_worker import Dialer, LinkTimeouts
 from scheduler_svc.workers.pool import WorkerPool
 from scheduler_svc.workers.seals import read_block_keys
+from svc_common.channels import reachable_address
 from svc_common.config import parse
 from svc_common.connections import SCHEDULER_PINGS
 from svc_common.memory import Intake, MemoryLimit
@@ -76,7 +80,10 @@ def build(args: argparse.Namespace, trust: Trust) -> SchedulerParts:
         on_change=gateways.announce,
         revision=args.revision,
     )
-    return SchedulerParts(step_loop, index, gateways, pool, dialer, tracer)
+    others = None
+    if isinstance(index, RedisPrefixIndex):
+        others = step_loop.lenders = OtherSchedulers(step_loop, index, trust.channels_to("scheduler"))
+    return SchedulerParts(step_loop, index, gateways, pool, dialer, tracer, others)
 
 
 def make_index(args: argparse.Namespace, owner: str, snapshot: Callable[[], Iterable[PrefixChanges]]) -> PrefixIndex:
@@ -85,6 +92,12 @@ def make_index(args: argparse.Namespace, owner: str, snapshot: Callable[[], Iter
     if server is None:
         return NoPrefixIndex()
     return RedisPrefixIndex(server, owner=owner, snapshot=snapshot, namespace=args.redis_namespace)
+
+
+def _towards(address: str, redis: str) -> str:
+    """The address at which a process near Redis, or near its first Sentinel, reaches this one."""
+    host = urlsplit(redis).netloc.rpartition("@")[2].partition(",")[0]
+    return reachable_address(address, towards=host if re.search(r":\d+$", host) else f"{host}:6379")
 
 
 class SchedulerProcess:
@@ -138,7 +151,10 @@ class SchedulerProcess:
             self._servicer.address = await server.start()
             closing.push_async_callback(parts.index.close)
             if isinstance(parts.index, RedisPrefixIndex):
+                parts.index.scheduler_address = args.advertise or _towards(self._servicer.address, args.redis)
                 parts.index.start()
+            if parts.others is not None:
+                closing.push_async_callback(parts.others.close)
             steps = asyncio.create_task(parts.step_loop.run())
             steps.add_done_callback(lambda _: server.stopping.set())
             server.set_serving(True)

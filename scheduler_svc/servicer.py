@@ -14,6 +14,7 @@ from quire.v1 import rollouts_pb2, types_pb2
 
 from prefix_index.index import PrefixIndex
 from scheduler_svc.gateways.streams import Gateways
+from scheduler_svc.other_schedulers import OtherSchedulers, lend
 from scheduler_svc.status import PoolSnapshots, describe
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.leased_worker import Dialer
@@ -43,6 +44,7 @@ CALLERS = {
         "ReleaseWorker": "gateway",
         "Register": "worker",
         "CountWorkers": "worker",
+        "LendBlocks": "scheduler",
     }.items()
 }
 BUNDLE_PIECE_BYTES = 1 << 20
@@ -61,6 +63,7 @@ class SchedulerParts:
     pool: WorkerPool
     dialer: Dialer
     tracer: Tracer | None = None
+    others: OtherSchedulers | None = None
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -106,6 +109,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             )
         for start in range(0, len(data), BUNDLE_PIECE_BYTES):
             yield scheduler_pb2.GetBundleResponse(data=data[start : start + BUNDLE_PIECE_BYTES])
+
+    async def LendBlocks(
+        self, request: scheduler_pb2.LendBlocksRequest, context: Context
+    ) -> AsyncIterator[scheduler_pb2.LendBlocksResponse]:
+        async for response in lend(self._parts.step_loop, request):
+            yield response
 
     async def ReleaseWorker(
         self, request: scheduler_pb2.ReleaseWorkerRequest, context: Context

@@ -20,10 +20,12 @@ from typing import Protocol, TypeVar
 
 from prefix_index.index import PrefixIndex
 from scheduler_svc.core.barrier import HeldSample
-from scheduler_svc.core.block_moves import BlockMove
+from scheduler_svc.core.block_moves import BlockMove, PrefixSearch
+from scheduler_svc.core.block_sources import LentBlocks
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import SchedulerError, UnexpectedStepError, WorkerMismatchError
 from scheduler_svc.core.features.adapters import AdapterSwap
+from scheduler_svc.core.loans import Loan, WantedPrefix
 from scheduler_svc.core.messages import CachedBlock, Deltas, MigrationReason, WorkerCapacity, split_deltas
 from scheduler_svc.core.policy import TierKind
 from scheduler_svc.core.scheduler import Scheduler
@@ -37,6 +39,7 @@ from svc_common.flush import FlushTimer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+MAX_LOAN_S = 5.0  # how long blocks are kept for another scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,16 @@ class WorkerLink(Protocol):
         """End the lease, because the worker is drained, broke the protocol or was refused."""
 
 
+class Lenders(Protocol):
+    """Finds blocks on workers of other schedulers."""
+
+    def search(self, search: PrefixSearch) -> None:
+        """Start a search. The end is reported with `StepLoop.search_ended`."""
+
+    def give_back(self, lent: LentBlocks) -> None:
+        """The blocks need not be kept any longer."""
+
+
 class GatewayLink(Protocol):
     """Sends replies and deltas to one gateway."""
 
@@ -118,6 +131,7 @@ class StepLoop:
         self._traces = traces
         self._now = 0.0  # time of the current turn
         self.core = Scheduler(config)  # others only read it
+        self.lenders: Lenders | None = None
         self._facts: ModelFacts | None = None
         self._workers: dict[str, WorkerLink] = {}
         self._draining: set[str] = set()
@@ -261,6 +275,24 @@ class StepLoop:
             self._idle.clear()
             await self._idle.wait()
 
+    # -- blocks of other schedulers -----------------------------------------------------------------------------------
+
+    def search_ended(self, search: PrefixSearch, lent: LentBlocks | None) -> None:
+        """Another scheduler lends these blocks, or has ceased to (None)."""
+        self._post(lambda: self.core.end_search(search, lent))
+
+    def lend(self, wanted: WantedPrefix) -> asyncio.Future[tuple[Loan, str] | None]:
+        """Keep blocks for another scheduler until `end_loan`, or for MAX_LOAN_S. The future gets the address of their
+        worker too. None: the worker does not hold them.
+        """
+        lent: asyncio.Future[tuple[Loan, str] | None] = asyncio.get_running_loop().create_future()
+        self._post(partial(self._apply_lend, wanted, lent))
+        return lent
+
+    def end_loan(self, loan: Loan) -> None:
+        """The blocks are read, or their time is over."""
+        self._post(lambda: self.core.end_loan(loan))
+
     # -- status -------------------------------------------------------------------------------------------------------
 
     @property
@@ -293,7 +325,13 @@ class StepLoop:
             self._workers[swap.worker_id].swap_adapter(swap)
         for move in self.core.moves.take_moves():
             source = None if move.source is None else self._workers.get(move.source.worker_id)
-            self._workers[move.worker_id].fetch_blocks(move, "" if source is None else source.address)
+            address = "" if move.source is None else move.source.address
+            self._workers[move.worker_id].fetch_blocks(move, source.address if source and not address else address)
+        if self.lenders is not None:
+            for search in self.core.moves.take_searches():
+                self.lenders.search(search)
+            for lent in self.core.moves.take_read():
+                self.lenders.give_back(lent)
         if is_traced:
             self._record_moves()
             self._record_steps(batches)
@@ -345,7 +383,7 @@ class StepLoop:
     def _release_drained(self) -> None:
         for worker_id in sorted(self._draining):
             worker = self.core.worker_stats(worker_id)
-            if not worker.rows_used and not worker.steps_in_flight and not self.core.moves.is_source(worker_id):
+            if not worker.rows_used and not worker.steps_in_flight and not self.core.is_source(worker_id):
                 self._drop_worker(self._workers[worker_id], "drained")
 
     # -- applying requests --------------------------------------------------------------------------------------------
@@ -455,6 +493,7 @@ class StepLoop:
             eos_token_ids=facts.eos_token_ids,
             root_salt=facts.root_salt,
             publishes_prefixes=self._index.is_shared,
+            borrows_prefixes=self.lenders is not None,
         )
         self.core, self._facts = Scheduler(config), facts
         return self.core
@@ -495,6 +534,16 @@ class StepLoop:
     def _apply_tier_changed(self, link: WorkerLink, tiers: Mapping[bytes, TierKind | None]) -> None:
         if self._workers.get(link.worker_id) is link:
             self.core.moves.change_tiers(link.worker_id, tiers)
+
+    def _apply_lend(self, wanted: WantedPrefix, lent: asyncio.Future[tuple[Loan, str] | None]) -> None:
+        if lent.done():  # the caller was cancelled
+            return
+        loan = self.core.lend(wanted)
+        if loan is None:
+            lent.set_result(None)
+            return
+        asyncio.get_running_loop().call_later(MAX_LOAN_S, self.end_loan, loan)
+        lent.set_result((loan, self._workers[wanted.worker_id].address))
 
     def _apply_hold(self, holder: str, mode: HoldMode, reached: asyncio.Future[list[HeldSample]]) -> None:
         self.core.barrier.hold(holder, finishes=mode is HoldMode.FINISH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,24 @@ BULK_OPTIONS: dict[str, Any] = {
 }
 
 OpenChannel = Callable[[str], grpc.aio.Channel]
+
+
+def reachable_address(listen: str, *, towards: str) -> str:
+    """`listen` with a host that `towards` can dial: if it listens on all interfaces, the local address of the route."""
+    host, _, port = listen.rpartition(":")
+    if host not in ("0.0.0.0", "[::]", "::"):
+        return listen
+    peer_host, _, peer_port = towards.rpartition(":")
+    try:
+        family, kind, proto, _, peer = socket.getaddrinfo(
+            peer_host.strip("[]"), int(peer_port), type=socket.SOCK_DGRAM, family=socket.AF_UNSPEC
+        )[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(peer)  # a datagram socket: finds the route, sends nothing
+            local = str(probe.getsockname()[0])
+    except OSError:
+        local = socket.gethostname()
+    return f"[{local}]:{port}" if ":" in local else f"{local}:{port}"
 
 
 class ServiceChannel(grpc.aio.Channel):

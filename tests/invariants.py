@@ -8,8 +8,10 @@ import numpy as np
 
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.block_moves import BlockMoves
+from scheduler_svc.core.block_sources import OwnSource
 from scheduler_svc.core.features.cache_groups import WindowGroup
 from scheduler_svc.core.features.snapshots import Snapshots
+from scheduler_svc.core.loans import Loans
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.requests import Requests
 from scheduler_svc.core.scheduler import Scheduler
@@ -21,13 +23,13 @@ from scheduler_svc.core.worker_state import WorkerState
 def check_scheduler(scheduler: Scheduler) -> None:
     """Where each sequence is, which rows hold each block, and all the others."""
     for worker in scheduler._workers.values():
-        check_worker(worker, scheduler.moves)
+        check_worker(worker, scheduler.moves, scheduler._loans)
     check_requests(scheduler._requests, scheduler._workers, scheduler._placement)
     ready = {name for name, worker in scheduler._workers.items() if worker.can_send}
     assert set(scheduler._ready) == ready, "the ready workers differ from the workers that can send"
 
 
-def check_worker(worker: WorkerState, moves: BlockMoves | None = None) -> None:
+def check_worker(worker: WorkerState, moves: BlockMoves | None = None, loans: Loans | None = None) -> None:
     """Raise AssertionError if rows, tables and blocks disagree."""
     check_pool(worker.pool)
     rows, r = worker.rows.active(), worker.rows
@@ -54,8 +56,11 @@ def check_worker(worker: WorkerState, moves: BlockMoves | None = None) -> None:
     for one in moves._open.values() if moves is not None else ():
         if one.target is worker:
             np.add.at(refs, np.concatenate((one.prefix, one.move.block_ids)), 1)
-        if one.source is worker:
+        if one.source == OwnSource(worker):
             np.add.at(refs, one.pinned, 1)
+    for loan in loans.open if loans is not None else ():
+        if loan.worker is worker:
+            np.add.at(refs, loan.block_ids, 1)
     assert (refs == worker.pool.refs).all(), "ref counts disagree with tables, steps in flight and moves"
     for part in worker.parts_of_all:
         if isinstance(part, WindowGroup):

@@ -19,6 +19,7 @@ from quire.v1 import types_pb2
 
 from hub_models.find import HubError
 from svc_common import config
+from svc_common.channels import reachable_address
 from svc_common.errors import UnavailableError
 from svc_common.observe.admin import AdminServer
 from svc_common.observe.inspection import Inspector
@@ -310,24 +311,6 @@ def describe(info: EngineInfo) -> str:
         f"{info.model} ({numbers}, {info.determinism}), max_model_len {info.max_model_len}, "
         f"{info.num_blocks} blocks of {info.block_size} tokens, {info.max_num_seqs} rows, backend {info.numerics}"
     )
-
-
-def reachable_address(listen: str, *, towards: str) -> str:
-    """`listen` with a host that `towards` can dial: if it listens on all interfaces, the local address of the route."""
-    host, _, port = listen.rpartition(":")
-    if host not in ("0.0.0.0", "[::]", "::"):
-        return listen
-    peer_host, _, peer_port = towards.rpartition(":")
-    try:
-        family, kind, proto, _, peer = socket.getaddrinfo(
-            peer_host.strip("[]"), int(peer_port), type=socket.SOCK_DGRAM, family=socket.AF_UNSPEC
-        )[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.connect(peer)  # a datagram socket: finds the route, sends nothing
-            local = str(probe.getsockname()[0])
-    except OSError:
-        local = socket.gethostname()
-    return f"[{local}]:{port}" if ":" in local else f"{local}:{port}"
 
 
 def set_thread_environment(threads: int | None) -> None:

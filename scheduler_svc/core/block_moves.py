@@ -1,4 +1,5 @@
-"""Moves of cached blocks into a worker's pool: from its own tiers, or from the pool of another worker.
+"""Moves of cached blocks into a worker's pool: from its own tiers, or from the pool of another worker, which may be a
+worker of another scheduler.
 
 A move fills blocks of the target with the blocks that continue what it has cached of a sequence. When it has ended,
 they are cached prefixes like any others, and the sequence hits them when it is admitted. So a move is a matter of the
@@ -25,6 +26,11 @@ Waiting
     A sequence whose blocks are on their way stays in the queue, and others pass it. It waits at most until
     `give_up_at`, when computing the tokens would have been done as well. It moves once per stay in the queue, so a
     source that always fails costs one attempt. Sequences with the same prefix wait for the same move.
+
+Other schedulers
+    If no block that this scheduler knows of is worth a move, a sequence waits for a search (`PrefixSearch`): the caller
+    looks for a worker of another scheduler and has that one keep the blocks (loans.py). One search per stay in the
+    queue, and only if a move of all its blocks would pay for the search too.
 """
 
 from __future__ import annotations
@@ -40,13 +46,15 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.block_manager import NO_BLOCKS
-from scheduler_svc.core.block_sources import BlockSource, OwnSource, Source
+from scheduler_svc.core.block_sources import BlockSource, LentBlocks, OwnSource, Source
 from scheduler_svc.core.messages import Counts, MovedExtra
 from scheduler_svc.core.policy import MoveSpeed, Throughput, TierKind, moved_tokens_gain
 from scheduler_svc.core.sequence import QueueEntry, Refusal, Sequence
 from scheduler_svc.core.worker_state import WorkerPart, WorkerState
 from step_protocol.columns import I64, U32
 
+SEARCH_S = 0.02  # price of a search: two round trips, of which the first may open a connection
+MAX_SEARCHES = 32
 PATIENCE = 2.0  # a sequence waits for its blocks at most this many times as long as computing them would take
 MIN_PATIENCE_S = 0.5
 UNKNOWN_PACE = 1000.0  # tokens per second, to limit the wait while the pace of prefill is unknown
@@ -72,6 +80,20 @@ class BlockMove:
     def num_items(self) -> int:
         """Blocks and extras."""
         return len(self.digests) + len(self.extras)
+
+
+@dataclass(eq=False, slots=True)
+class PrefixSearch:
+    """The order to find a worker of another scheduler that holds more of these blocks than the first `num_held`."""
+
+    worker_id: str  # would get them
+    layout: bytes
+    num_held: int
+    digests: list[bytes]
+    token_ids: U32
+    give_up_at: float
+    lent: LentBlocks | None = None
+    is_ended: bool = False
 
 
 class _Option(NamedTuple):
@@ -130,7 +152,13 @@ class BlockMoves:
     """Decides which blocks move. Without workers that can move blocks, `is_on` is false and nothing is called."""
 
     def __init__(
-        self, workers: Mapping[str, WorkerState], throughput: Throughput, counts: Counts, watermark: float
+        self,
+        workers: Mapping[str, WorkerState],
+        throughput: Throughput,
+        counts: Counts,
+        watermark: float,
+        *,
+        borrows: bool = False,
     ) -> None:
         self._workers = workers
         self._throughput = throughput
@@ -142,6 +170,10 @@ class BlockMoves:
         self._leaving: dict[Sequence, BlockMove] = {}  # running sequences whose blocks go ahead of them
         self._losses_s: list[float] = []
         self._num_moves = 0
+        self._borrows = borrows
+        self._searches: dict[bytes, PrefixSearch] = {}  # under way, by the first block that they look for
+        self._new_searches: list[PrefixSearch] = []
+        self._read: list[LentBlocks] = []
 
     @property
     def is_on(self) -> bool:
@@ -197,15 +229,16 @@ class BlockMoves:
         if move is not None:
             is_coming = not move.is_ended and move.worker_id == worker.capacity.worker_id
             return int(move.num_saved_tokens) if is_coming else 0
-        found = self._best(worker, entry.seq, workers)
+        found = self._best(worker, entry, workers)
         return 0 if found is None else found.gain
 
-    def _best(self, worker: WorkerState, seq: Sequence, workers: Iterable[WorkerState]) -> _Option | None:
+    def _best(self, worker: WorkerState, entry: QueueEntry, workers: Iterable[WorkerState]) -> _Option | None:
         """The best move for a waiting sequence."""
         mover = self._movers.get(worker.capacity.worker_id)
         if mover is None:
             return None
-        digests = seq.digests
+        seq = entry.seq
+        digests, lent = seq.digests, None if entry.search is None else entry.search.lent
         end = min(seq.max_cached_tokens // worker.capacity.block_size, len(digests))
         first = worker.pool.match_len(digests, end)
         found: list[_Option | None] = []
@@ -216,6 +249,8 @@ class BlockMoves:
             if other is not worker and can_exchange(worker, other):
                 count = other.pool.match_len(digests, end)
                 found.append(self._option(worker, OwnSource(other), digests, first, count))
+        if lent is not None:
+            found.append(self._option(worker, lent, digests, first, lent.num_held(digests, end)))
         return max((one for one in found if one is not None), key=lambda one: one.gain, default=None)
 
     def _option(
@@ -291,8 +326,10 @@ class BlockMoves:
         if first < end and (coming := mover.arriving.get(seq.digests[first])) is not None:
             entry.move = coming
             return now < coming.give_up_at
-        found = self._best(worker, seq, self._workers.values())
+        found = self._best(worker, entry, self._workers.values())
         if found is None:
+            if self._searches_for(worker, entry, first, end, now):
+                return True
             for speed in (*mover.tier_speeds.values(), mover.transfer_speed):
                 speed.add_unmoved()
             return False
@@ -306,6 +343,54 @@ class BlockMoves:
             return now < coming.give_up_at
         entry.move = self._begin(worker, seq, seq.digests, seq.data.token_ids(), found, now)
         return entry.move is not None
+
+    def _searches_for(self, worker: WorkerState, entry: QueueEntry, first: int, end: int, now: float) -> bool:
+        """Whether a sequence should wait for a search. Begins it if needed."""
+        search = entry.search
+        if search is None:
+            search = entry.search = self._begin_search(worker, entry.seq, first, end, now)
+        return search is not None and not search.is_ended and now < search.give_up_at
+
+    def _begin_search(
+        self, worker: WorkerState, seq: Sequence, first: int, end: int, now: float
+    ) -> PrefixSearch | None:
+        movement, bs = worker.capacity.movement, worker.capacity.block_size
+        if not self._borrows or first >= end or movement is None or not movement.can_transfer or worker.parts_of_all:
+            return None
+        under_way = self._searches.get(seq.digests[first])
+        if under_way is not None or len(self._searches) == MAX_SEARCHES:
+            return under_way
+        num_tokens, pace = (end - first) * bs, self._throughput.prefill.early_per_s
+        seconds = SEARCH_S + self._movers[worker.capacity.worker_id].transfer_speed.seconds(end - first)
+        if moved_tokens_gain(num_tokens, seconds, pace) <= 0:
+            return None
+        tokens = seq.data.token_ids()[: end * bs].copy()
+        give_up_at = now + _patience(num_tokens, pace)
+        search = PrefixSearch(worker.capacity.worker_id, movement.layout, first, seq.digests[:end], tokens, give_up_at)
+        self._searches[seq.digests[first]] = search
+        self._new_searches.append(search)
+        self._counts.prefix_searches += 1
+        return search
+
+    def take_searches(self) -> list[PrefixSearch]:
+        """The searches that have begun since the last call. The caller reports what it finds with `end_search`."""
+        new, self._new_searches = self._new_searches, []
+        return new
+
+    def end_search(self, search: PrefixSearch, lent: LentBlocks | None) -> WorkerState | None:
+        """A search has found these blocks. None: nothing, or they are not kept any longer. Returns the worker whose
+        placements may change.
+        """
+        search.lent, search.is_ended = lent, True
+        key = search.digests[search.num_held]
+        if self._searches.get(key) is search:
+            del self._searches[key]
+        return self._workers.get(search.worker_id)
+
+    def take_read(self) -> list[LentBlocks]:
+        """The lent blocks that need not be kept any longer, since the last call."""
+        read, self._read = self._read, []
+        return read
 
     # -- running sequences --------------------------------------------------------------------------------------------
 
@@ -351,7 +436,8 @@ class BlockMoves:
 
     def next_end_of_patience(self, now: float) -> float:
         """When the next sequence after `now` stops to wait for its move; inf if there is none."""
-        ends = (one.move.give_up_at for one in self._open.values())
+        ends = [one.move.give_up_at for one in self._open.values()]
+        ends += [search.give_up_at for search in self._searches.values()]
         return min((end for end in ends if end > now), default=math.inf)
 
     # -- a move -------------------------------------------------------------------------------------------------------
@@ -383,7 +469,6 @@ class BlockMoves:
             source.share(pinned)
         self._num_moves += 1
         mover = self._movers[target.capacity.worker_id]
-        pace = self._throughput.prefill.early_per_s or UNKNOWN_PACE
         move = BlockMove(
             move_id=self._num_moves,
             worker_id=target.capacity.worker_id,
@@ -394,7 +479,7 @@ class BlockMoves:
             source=None if source is None else source.describe(pinned[first:]),
             extras=[extra for one in extras for extra in one.extras],
             num_saved_tokens=num_tokens,
-            give_up_at=now + max(MIN_PATIENCE_S, PATIENCE * num_tokens / pace),
+            give_up_at=now + _patience(num_tokens, self._throughput.prefill.early_per_s),
         )
         speeds = self._speeds(target, source, digests, (first, end), missing)
         self._open[move.move_id] = _Open(move, target, prefix, source, pinned, extras, speeds)
@@ -459,6 +544,8 @@ class BlockMoves:
         if isinstance(source, OwnSource) and self._workers.get(source.worker_id) is source.worker:
             changed.append(source.worker)
             source.free(one.pinned)
+        if isinstance(source, LentBlocks):
+            self._read.append(source)
         return changed
 
     def _settle(self, one: _Open, num_moved: int) -> None:
@@ -485,6 +572,7 @@ class BlockMoves:
             counts.tier_hit_tokens += num_tokens
         else:
             counts.transferred_tokens += num_tokens
+            counts.borrowed_tokens += num_tokens if isinstance(one.source, LentBlocks) else 0
         speeds = _num_blocks(one.speeds[:num_moved])
         expected_s = _seconds(speeds)
         for speed, count in speeds.items():
@@ -494,6 +582,11 @@ class BlockMoves:
         pace = self._throughput.prefill.early_per_s
         if pace and move not in self._leaving.values():  # no sequence waits for those
             self._losses_s.append(max(0.0, took_s - num_tokens / pace))
+
+
+def _patience(num_tokens: int, pace: float | None) -> float:
+    """How long a sequence waits for what saves it so many tokens."""
+    return max(MIN_PATIENCE_S, PATIENCE * num_tokens / (pace or UNKNOWN_PACE))
 
 
 def _num_blocks(speeds: Iterable[tuple[MoveSpeed, int]]) -> Counter[MoveSpeed]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Protocol
 
 from scheduler_svc.core.worker_state import WorkerPart, WorkerState
@@ -17,7 +18,7 @@ class BlockSource:
     worker_id: str
     worker_epoch: int
     block_ids: I64
-    address: str = ""  # empty: it is a worker of this scheduler
+    address: str = ""  # of its WorkerService; empty: it is a worker of this scheduler
 
 
 class Source(Protocol):
@@ -68,3 +69,35 @@ class OwnSource:
 
     def describe(self, block_ids: I64) -> BlockSource:
         return BlockSource(self.worker_id, self.worker.capacity.worker_epoch, block_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LentBlocks:
+    """Leading blocks of a prefix that another scheduler keeps for a short time, on one of its workers. If it does not,
+    the read ends at the first block that has gone.
+    """
+
+    source: BlockSource
+    digests: Sequence[bytes]
+
+    @property
+    def worker_id(self) -> str:
+        return self.source.worker_id
+
+    def num_held(self, digests: Sequence[bytes], end: int) -> int:
+        """How many of these leading digests it has, at most `end`."""
+        pairs = zip(self.digests, digests[:end], strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def committed(self, digests: Sequence[bytes], token_ids: U32, end: int) -> I64:
+        """The reader compares the tokens."""
+        return self.source.block_ids[: self.num_held(digests, end)]
+
+    def part(self, number: int) -> WorkerPart | None:
+        return None
+
+    def share(self, block_ids: I64) -> None:
+        """The other scheduler has taken the references."""
+
+    def describe(self, block_ids: I64) -> BlockSource:
+        return replace(self.source, block_ids=block_ids)

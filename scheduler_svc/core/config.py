@@ -38,6 +38,7 @@ class SchedulerConfig:
     eos_token_ids: frozenset[int] = frozenset()
     reuse_bonus: float = 2.0  # extra time a block that was hit stays cached, in turnovers of its pool
     prefix_caching: bool = True  # off: requests share no blocks
+    borrows_prefixes: bool = False  # on: the caller asks other schedulers for prefixes
     publishes_prefixes: bool = True  # off: there is no prefix index, and no events are collected
     root_salt: bytes = b""  # part of the root of every digest chain: model revision, dtype
 

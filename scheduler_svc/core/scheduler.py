@@ -26,12 +26,14 @@ from prefix_index.changes import PrefixChanges
 from scheduler_svc.core.admission_control import AdmissionControl
 from scheduler_svc.core.answers import Stops, append_tokens, check_answer, untrusted_after
 from scheduler_svc.core.barrier import Barrier
-from scheduler_svc.core.block_moves import BlockMoves
+from scheduler_svc.core.block_moves import BlockMoves, PrefixSearch
+from scheduler_svc.core.block_sources import LentBlocks
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.features.adapters import AdapterSwaps
 from scheduler_svc.core.features.cache_groups import add_groups
 from scheduler_svc.core.features.roles import Roles
 from scheduler_svc.core.features.snapshots import Snapshots
+from scheduler_svc.core.loans import Loan, Loans, WantedPrefix
 from scheduler_svc.core.messages import (
     CachedBlock,
     Counts,
@@ -95,7 +97,9 @@ class Scheduler:
             self._placement.take_preparing,
             self._requests.update_schedulable,
         )
-        self.moves = BlockMoves(self._workers, self._throughput, self._counts, config.watermark)
+        borrows = config.borrows_prefixes
+        self.moves = BlockMoves(self._workers, self._throughput, self._counts, config.watermark, borrows=borrows)
+        self._loans = Loans(self._workers, self._counts)
         self._roles = Roles(self._workers, self.moves)
         self.barrier = Barrier(self._workers, self._requests, self._placement)
         self._now = 0.0  # of the newest `schedule` or `end_move`
@@ -182,6 +186,25 @@ class Scheduler:
         for worker in self.moves.end_move(move_id, num_moved, took_s):
             self._mark_changed(worker)
         self._move_drained_rows()
+
+    def end_search(self, search: PrefixSearch, lent: LentBlocks | None) -> None:
+        """Another scheduler lends these blocks, or has ceased to (None)."""
+        worker = self.moves.end_search(search, lent)
+        if worker is not None:
+            self._mark_changed(worker)
+
+    def lend(self, wanted: WantedPrefix) -> Loan | None:
+        """Keep blocks for a worker of another scheduler, until `end_loan`. None: the worker does not hold them."""
+        return self._loans.begin(wanted)
+
+    def end_loan(self, loan: Loan) -> None:
+        """The blocks have been read, or the deadline has passed."""
+        if self._loans.end(loan):
+            self._mark_changed(loan.worker)
+
+    def is_source(self, worker_id: str) -> bool:
+        """Whether blocks of this worker are being read."""
+        return self.moves.is_source(worker_id) or self._loans.is_source(worker_id)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

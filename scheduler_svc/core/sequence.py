@@ -306,7 +306,7 @@ class QueueEntry:
 
     __slots__ = (
         "_key_cached", "blocked_since", "cached_as_of", "held_since", "is_new", "key", "max_cached", "move",
-        "num_cached_at", "num_expected_tokens", "num_tokens", "refusals", "seq", "uncached_at",
+        "num_cached_at", "num_expected_tokens", "num_tokens", "refusals", "search", "seq", "uncached_at",
     )  # fmt: skip
 
     def __init__(self, seq: Sequence, num_expected_tokens: int = 0) -> None:
@@ -322,6 +322,7 @@ class QueueEntry:
         self.num_cached_at = NO_WORKERS  # number of leading tokens cached on each worker, in the placement's order
         self.uncached_at = NO_WORKERS  # number of tokens to compute on each worker
         self.move: Any = None  # the move of blocks that it waits for or has waited for (BlockMove)
+        self.search: Any = None  # the search for its blocks on workers of other schedulers (PrefixSearch)
         self.max_cached = 0  # the largest value in `num_cached_at`
         self.cached_as_of = (0, 0, 0.0)  # placement version, placement pass and time of the newest lookup
 

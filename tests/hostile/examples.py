@@ -153,6 +153,9 @@ def _streams() -> dict[str, list[list[Message]]]:
         ],
         "Register": [[_register(), _register()]],
         "CountWorkers": [[scheduler_pb2.CountWorkersRequest()]],
+        "LendBlocks": [
+            [scheduler_pb2.LendBlocksRequest(worker_id=WORKER_ID, layout=bytes(16), hashes=bytes(32), token_ids=two)]
+        ],
         "GetBundle": [[scheduler_pb2.GetBundleRequest(digest=bytes(16))]],
         "ReleaseWorker": [[scheduler_pb2.ReleaseWorkerRequest(worker_id=WORKER_ID, timeout_s=1.0)]],
         "AbortRequests": [[scheduler_pb2.AbortRequestsRequest(request_ids=[REQUEST_ID, "b"])]],

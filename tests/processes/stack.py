@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,6 +215,12 @@ def is_ready(schedulers: tuple[SchedulerStatus, ...], worker: Service) -> bool:
 def worker_status(schedulers: tuple[SchedulerStatus, ...], worker: Service) -> WorkerStatus:
     """The status of one worker, as its scheduler reports it."""
     return next(w for s in schedulers for w in s.workers if w.worker_id == worker.name)
+
+
+def read_page(port: int) -> str:
+    """The metrics of a service."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+        return str(page.read().decode())
 
 
 async def wait_idle(stack: Stack, client: AsyncClient) -> tuple[SchedulerStatus, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from quire_client.demo import demo_model_dir
 
 from tests.processes.models import make_checkpoint
 from tests.processes.ports import free_port
-from tests.processes.stack import Stack, is_ready, wait_idle, worker_status
+from tests.processes.stack import Stack, is_ready, read_page, wait_idle, worker_status
 from tests.unit.engine.models import make_model
 
 FLAGS = ("--dtype", "bfloat16", "--num-blocks", "64", "--max-num-seqs", "6", "--max-num-batched-tokens", "48")
@@ -34,12 +33,6 @@ async def collect(stream: Any) -> list[int]:
     """All tokens of a stream."""
     async with stream:
         return [token async for delta in stream for token in delta.token_ids]
-
-
-def read_page(port: int) -> str:
-    """The metrics of a service."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-        return str(page.read().decode())
 
 
 def wait_for_records(folder: Path, count: int) -> None:

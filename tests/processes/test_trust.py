@@ -29,7 +29,7 @@ SERVICES = {
 }
 CALLS = [(kind, method.name) for kind, service in SERVICES.items() for method in service.methods]
 CALLERS = {"scheduler": "gateway", "worker": "scheduler"}  # the role of most methods of a service
-OTHER_CALLERS = {"Register": "worker", "CountWorkers": "worker", "ReadBlocks": "worker"}
+OTHER_CALLERS = {"Register": "worker", "CountWorkers": "worker", "ReadBlocks": "worker", "LendBlocks": "scheduler"}
 # Words in the logs that show an effect of a call.
 EFFECTS = ("registered from", "leased", "attached", "draining", "is ready", "is lost", "left", "aborted")
 

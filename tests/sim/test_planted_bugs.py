@@ -926,7 +926,7 @@ def source_freed_during_a_read(patch: Patch) -> None:
         move = original(moves, *args)
         if move is not None and move.source is not None:
             one = moves._open[move.move_id]
-            one.source.pool.free(one.pinned[::-1])
+            one.source.worker.pool.free(one.pinned[::-1])
             one.pinned = one.pinned[:0]
         return move
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefix_index.hashing import snapshot_digest
-from scheduler_svc.core.block_moves import BlockMove, BlockSource
+from scheduler_svc.core.block_moves import BlockMove
+from scheduler_svc.core.block_sources import BlockSource
 from scheduler_svc.core.messages import MovedExtra
 from scheduler_svc.core.policy import TierKind
 from tests.sim.symbolic_worker import SymbolicWorker, Violation
@@ -61,12 +62,21 @@ def is_same_process(source: BlockSource, worker: SymbolicWorker) -> bool:
     return worker.capacity.worker_epoch == source.worker_epoch
 
 
+def is_still_there(worker: SymbolicWorker, block: int, digest: bytes) -> bool:
+    """The check of a worker before and after it reads a block."""
+    return worker.committed.get(block) == digest
+
+
 def read_source(source: BlockSource, worker: SymbolicWorker, index: int, digest: bytes) -> Record | None:
-    """A block of another worker. The scheduler holds it until the move ends, so it must not have changed."""
+    """A block of another worker. Its scheduler holds it until the move ends, so it must not have changed, except if it
+    is another scheduler.
+    """
     block = int(source.block_ids[index])
     if not is_same_process(source, worker):
         return None
-    if worker.committed.get(block) != digest and worker.content[block] != digest:
+    if source.address and not is_still_there(worker, block, digest):
+        return None
+    if not source.address and worker.committed.get(block) != digest and worker.content[block] != digest:
         raise Violation(f"block {block} of {source.worker_id} was given away while it is read")
     return record_of(worker, block, digest)
 

@@ -18,10 +18,11 @@ from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire_client.demo import demo_model_dir
 
 from svc_common import config
+from svc_common.channels import reachable_address
 from svc_common.serve import open_channel
 from tests.contract.worker_fakes import SAMPLING, column
 from worker_svc.flags import engine_config, make_parser, scheduler_addresses, sim_config
-from worker_svc.service import reachable_address, set_thread_environment
+from worker_svc.service import set_thread_environment
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -1,0 +1,93 @@
+"""Blocks that are kept for workers of other schedulers while these read them.
+
+The caller ends each loan, at the latest after a short deadline, whatever has become of the reader. A reader that comes
+too late finds that a block is not committed any longer, and computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scheduler_svc.core.block_sources import BlockSource, OwnSource
+from scheduler_svc.core.messages import Counts
+from scheduler_svc.core.worker_state import WorkerState
+from step_protocol.columns import I64, U32
+
+MAX_LOANS = 64
+MAX_FRACTION = 0.25  # of the blocks of a worker
+
+
+@dataclass(frozen=True, slots=True)
+class WantedPrefix:
+    """Leading blocks that another scheduler asks for."""
+
+    worker_id: str
+    worker_epoch: int
+    layout: bytes
+    digests: Sequence[bytes]
+    token_ids: U32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loan:
+    """Blocks with a reference of their own."""
+
+    worker: WorkerState
+    block_ids: I64
+
+    def describe(self) -> BlockSource:
+        """For the worker that reads them."""
+        return OwnSource(self.worker).describe(self.block_ids)
+
+
+class Loans:
+    """The loans of one scheduler."""
+
+    def __init__(self, workers: Mapping[str, WorkerState], counts: Counts) -> None:
+        self._workers = workers
+        self._counts = counts
+        self.open: set[Loan] = set()
+
+    def begin(self, wanted: WantedPrefix) -> Loan | None:
+        """Take references to the leading blocks that are committed. None if there is none, or too many are lent."""
+        worker = self._workers.get(wanted.worker_id)
+        if worker is None or not _may_read(wanted, worker) or len(self.open) == MAX_LOANS:
+            return None
+        num_lent = sum(len(loan.block_ids) for loan in self.open if loan.worker is worker)
+        room = int(worker.capacity.num_blocks * MAX_FRACTION) - num_lent
+        source = OwnSource(worker)
+        blocks = source.committed(wanted.digests, wanted.token_ids, min(len(wanted.digests), max(0, room)))
+        if not len(blocks):
+            return None
+        source.share(blocks)
+        loan = Loan(worker, blocks)
+        self.open.add(loan)
+        self._counts.lent_blocks += len(blocks)
+        return loan
+
+    def end(self, loan: Loan) -> bool:
+        """Give the references back. False if that changes nothing: it has ended, or the worker has left."""
+        if loan not in self.open:
+            return False
+        self.open.discard(loan)
+        if self._workers.get(loan.worker.capacity.worker_id) is not loan.worker:
+            return False
+        OwnSource(loan.worker).free(loan.block_ids)
+        return True
+
+    def is_source(self, worker_id: str) -> bool:
+        """Whether blocks of this worker are lent."""
+        return any(loan.worker.capacity.worker_id == worker_id for loan in self.open)
+
+
+def _may_read(wanted: WantedPrefix, worker: WorkerState) -> bool:
+    """Whether the worker is the process that the other scheduler means, and the bytes of its blocks mean the same."""
+    capacity, movement = worker.capacity, worker.capacity.movement
+    return (
+        movement is not None
+        and movement.can_transfer
+        and capacity.worker_epoch == wanted.worker_epoch
+        and movement.layout == wanted.layout
+        and len(wanted.token_ids) == len(wanted.digests) * capacity.block_size
+    )

@@ -1,0 +1,158 @@
+"""Blocks between schedulers of one model: one finds a prefix in the index, the other keeps it while it is read.
+
+    index says which worker holds the prefix -> its scheduler keeps the blocks (LendBlocks)
+    -> a worker of this scheduler reads them, as in any move -> the call ends, and with it the loan
+
+A loan ends by its deadline too, whatever becomes of both callers. Each failure means that the blocks are computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+import numpy as np
+from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from prefix_index.changes import RemoteHolder
+from prefix_index.redis_index import RedisPrefixIndex
+from scheduler_svc.core.block_moves import PrefixSearch
+from scheduler_svc.core.block_sources import BlockSource, LentBlocks
+from scheduler_svc.core.loans import WantedPrefix
+from scheduler_svc.step_loop import MAX_LOAN_S, StepLoop
+from scheduler_svc.workers.wire import DIGEST_BYTES
+from step_protocol.columns import WireError, u32_from_bytes, u32_to_bytes
+from svc_common.channels import OpenChannel
+from svc_common.errors import InvalidRequestError, NotFoundError
+from svc_common.tasks import cancel
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 1.0  # until a scheduler has answered
+REST_S = 10.0  # a scheduler that did not answer is not asked again
+MAX_CHANNELS = 16
+
+
+class OtherSchedulers:
+    """Borrows blocks from the schedulers that the index names."""
+
+    def __init__(self, step_loop: StepLoop, index: RedisPrefixIndex, open_channel: OpenChannel) -> None:
+        self._step_loop = step_loop
+        self._index = index
+        self._open_channel = open_channel
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._resting: dict[str, float] = {}  # addresses that are not called until then
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reading: dict[LentBlocks, asyncio.Future[None]] = {}
+
+    def search(self, search: PrefixSearch) -> None:
+        """Start a search. The end is reported with `StepLoop.search_ended`."""
+        task = asyncio.create_task(self._search(search))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def give_back(self, lent: LentBlocks) -> None:
+        """The blocks need not be kept any longer."""
+        read = self._reading.get(lent)
+        if read is not None and not read.done():
+            read.set_result(None)
+
+    async def close(self) -> None:
+        """End all calls and connections."""
+        await cancel(*self._tasks)
+        for channel in self._channels.values():
+            await channel.close()
+
+    async def _search(self, search: PrefixSearch) -> None:
+        try:
+            holder = self._best(search, await self._index.find_elsewhere(search.digests))
+            if holder is not None:
+                await self._borrow(search, holder)
+        finally:
+            self._step_loop.search_ended(search, None)
+
+    def _best(self, search: PrefixSearch, holders: Sequence[RemoteHolder]) -> RemoteHolder | None:
+        now = asyncio.get_running_loop().time()
+        self._resting = {address: end for address, end in self._resting.items() if end > now}
+        more = [one for one in holders if one.num_blocks > search.num_held and one.scheduler not in self._resting]
+        return max(more, key=lambda one: one.num_blocks, default=None)
+
+    async def _borrow(self, search: PrefixSearch, holder: RemoteHolder) -> None:
+        """Returns when the blocks are read or their time is over."""
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel(holder.scheduler))
+        call = stub.LendBlocks(_request(search, holder), timeout=MAX_LOAN_S)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                lent = _lent_from_proto(await call.read(), search, holder)
+            read = self._reading[lent] = asyncio.get_running_loop().create_future()
+            self._step_loop.search_ended(search, lent)
+            await asyncio.wait([read], timeout=MAX_LOAN_S)
+            del self._reading[lent]
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                await self._rest(holder.scheduler, f"{error.code().name}: {error.details()}")
+        except (TimeoutError, WireError) as error:
+            await self._rest(holder.scheduler, str(error) or f"no answer within {ANSWER_S:g} s")
+        finally:
+            call.cancel()
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = self._open_channel(address)
+        return channel
+
+    async def _rest(self, address: str, reason: str) -> None:
+        log.warning("scheduler %s lends no blocks, and is not asked for %g s: %s", address, REST_S, reason)
+        self._resting[address] = asyncio.get_running_loop().time() + REST_S
+        if (channel := self._channels.pop(address, None)) is not None:
+            await channel.close()
+
+
+def _request(search: PrefixSearch, holder: RemoteHolder) -> scheduler_pb2.LendBlocksRequest:
+    count = holder.num_blocks
+    num_tokens = len(search.token_ids) // len(search.digests) * count
+    return scheduler_pb2.LendBlocksRequest(
+        worker_id=holder.holder.worker_id,
+        worker_epoch=holder.holder.worker_epoch,
+        layout=search.layout,
+        hashes=b"".join(search.digests[:count]),
+        token_ids=u32_to_bytes(search.token_ids[:num_tokens]),
+    )
+
+
+def _lent_from_proto(answer: object, search: PrefixSearch, holder: RemoteHolder) -> LentBlocks:
+    """Raises WireError."""
+    if not isinstance(answer, scheduler_pb2.LendBlocksResponse):
+        raise WireError("the call ended without an answer")
+    ids, (worker_id, worker_epoch) = u32_from_bytes(answer.block_ids, "block_ids"), holder.holder
+    if len(ids) > holder.num_blocks or not answer.address:
+        raise WireError(f"{len(ids)} block_ids for {holder.num_blocks} hashes, at address {answer.address!r}")
+    source = BlockSource(worker_id, worker_epoch, ids.astype(np.int64), answer.address)
+    return LentBlocks(source, search.digests[: len(ids)])
+
+
+async def lend(
+    step_loop: StepLoop, request: scheduler_pb2.LendBlocksRequest
+) -> AsyncIterator[scheduler_pb2.LendBlocksResponse]:
+    """Serves LendBlocks. Raises InvalidRequestError or NotFoundError."""
+    try:
+        token_ids = u32_from_bytes(request.token_ids, "token_ids")
+    except WireError as error:
+        raise InvalidRequestError(str(error), field=error.field) from None
+    digests = [request.hashes[i : i + DIGEST_BYTES] for i in range(0, len(request.hashes), DIGEST_BYTES)]
+    if len(request.hashes) % DIGEST_BYTES:
+        raise InvalidRequestError(f"{len(request.hashes)} bytes of hashes; a hash has {DIGEST_BYTES}", field="hashes")
+    wanted = WantedPrefix(request.worker_id, request.worker_epoch, request.layout, digests, token_ids)
+    lent = await step_loop.lend(wanted)
+    if lent is None:
+        raise NotFoundError("this scheduler has no worker that holds these blocks and may lend them")
+    loan, address = lent
+    try:
+        block_ids = u32_to_bytes(loan.block_ids.astype(np.uint32))
+        yield scheduler_pb2.LendBlocksResponse(block_ids=block_ids, address=address)
+        await asyncio.sleep(MAX_LOAN_S)  # the caller ends the call before
+    finally:
+        step_loop.end_loan(loan)

@@ -1,0 +1,236 @@
+"""Two replicas that lend each other blocks, in random order, with loans that end too early and workers that restart.
+
+Every token and every block that a step reads is checked, as in the other simulations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core import loans
+from scheduler_svc.core.block_moves import BlockMove, PrefixSearch
+from scheduler_svc.core.block_sources import LentBlocks, OwnSource
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.loans import Loan, Loans, WantedPrefix
+from scheduler_svc.core.messages import BlockMovement
+from scheduler_svc.core.sequence import StopCondition
+from step_protocol.columns import I64, U32
+from tests.builders import make_capacity
+from tests.invariants import check_scheduler
+from tests.sim import tiers
+from tests.sim.cluster import ROOT_SALT, Cluster
+from tests.sim.symbolic_worker import SymbolicWorker
+from tests.sim.violation import Violation
+
+BLOCK_SIZE, MAX_LEN, VOCAB = 4, 64, 40
+MAX_SEEDS = 60
+Patch = pytest.MonkeyPatch
+
+
+class Replica(Cluster):
+    """A scheduler whose workers may read blocks of all workers."""
+
+    def __init__(self, everywhere: dict[str, SymbolicWorker], *, checks_invariants: bool) -> None:
+        config = SchedulerConfig(borrows_prefixes=True, root_salt=ROOT_SALT)
+        sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "max_model_len": MAX_LEN, "vocab_size": VOCAB}
+        super().__init__(config, **sizes, checks_invariants=checks_invariants)
+        self.everywhere = everywhere
+        self.num_borrowed = 0
+
+    def end_move(self, move: BlockMove, limit: int) -> None:
+        self.moves.remove(move)
+        count = tiers.fetch(move, self.workers[move.worker_id], self.everywhere, {}, limit)
+        self.num_borrowed += count if move.source is not None and move.source.address else 0
+        self.scheduler.end_move(move.move_id, count, 0.01, self.now)
+        self._follow_prefixes()
+
+
+class Run:
+    """One random run."""
+
+    def __init__(self, seed: int, *, checks_invariants: bool = True) -> None:
+        self.rng = Random(f"lending {seed}")
+        self.workers: dict[str, SymbolicWorker] = {}
+        self.replicas = [Replica(self.workers, checks_invariants=checks_invariants) for _ in range(2)]
+        self.searches: list[tuple[Replica, PrefixSearch]] = []
+        self.loans: list[tuple[Replica, Loan, Replica, PrefixSearch, LentBlocks]] = []
+        self.num_epochs = 0
+        self.prefixes = [[self.rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
+        for number, replica in enumerate(self.replicas):
+            self.join(replica, f"w{number}")
+
+    def join(self, replica: Replica, name: str) -> None:
+        self.num_epochs += 1
+        capacity = make_capacity(
+            name, num_blocks=24, block_size=BLOCK_SIZE, max_model_len=MAX_LEN, worker_epoch=self.num_epochs
+        )
+        movement = BlockMovement(b"layout", 100, can_transfer=True)
+        self.workers[name] = replica.join(replace(capacity, movement=movement))
+
+    def run(self) -> int:
+        """Returns the number of blocks that were borrowed."""
+        for _ in range(400):
+            self.rng.choices(
+                (self.submit, self.step, self.end_move, self.lend, self.end_loan, self.restart),
+                (2, 12, 4, 4, 1, 0.15),
+            )[0]()
+            self.check_loans()
+        for replica, search in self.searches:
+            replica.scheduler.end_search(search, None)
+        self.searches.clear()
+        for replica in self.replicas:
+            replica.settle(self.rng.choice)
+            for search in replica.scheduler.moves.take_searches():
+                replica.scheduler.end_search(search, None)
+        while self.loans:
+            self.end_loan()
+        for replica in self.replicas:
+            replica.check_end()
+            check_scheduler(replica.scheduler)
+        return sum(replica.num_borrowed for replica in self.replicas)
+
+    def submit(self) -> None:
+        replica, rng = self.rng.choice(self.replicas), self.rng
+        prompt = [*rng.choice(self.prefixes)[: rng.randint(4, 40)], rng.randrange(VOCAB)]
+        root_key = rng.choice((b"", b"tenant"))
+        replica.submit(replica.make_request(prompt, StopCondition(max_tokens=rng.randint(1, 8)), root_key=root_key))
+
+    def step(self) -> None:
+        replica = self.rng.choice(self.replicas)
+        replica.now += 0.02
+        replica.schedule()
+        self.searches += [(replica, search) for search in replica.scheduler.moves.take_searches()]
+        read = replica.scheduler.moves.take_read()
+        for lent in [one for one in self.loans if one[4] in read]:
+            self.give_back(lent)
+        if busy := replica.busy_workers():
+            replica.answer(self.rng.choice(busy))
+            replica.check()
+
+    def end_move(self) -> None:
+        replica = self.rng.choice(self.replicas)
+        if ready := replica.ready_moves():
+            replica.end_move(ready[0], self.rng.choice((100, 100, 2)))
+
+    def lend(self) -> None:
+        """A scheduler asks the other one, with what an old index may say."""
+        if not self.searches:
+            return
+        replica, search = self.searches.pop(0)
+        other = self.replicas[replica is self.replicas[0]]
+        name = f"w{self.replicas.index(other)}"
+        epoch = self.workers[name].capacity.worker_epoch
+        loan = other.scheduler.lend(WantedPrefix(name, epoch, b"layout", search.digests, search.token_ids))
+        if loan is None:
+            replica.scheduler.end_search(search, None)
+            return
+        lent = LentBlocks(replace(loan.describe(), address="there:1"), search.digests[: len(loan.block_ids)])
+        self.loans.append((other, loan, replica, search, lent))
+        replica.scheduler.end_search(search, lent)
+
+    def end_loan(self) -> None:
+        """A deadline passes, perhaps in the middle of a read. The reader learns it later."""
+        if self.loans:
+            self.give_back(self.loans[0])
+
+    def give_back(self, one: tuple[Replica, Loan, Replica, PrefixSearch, LentBlocks]) -> None:
+        self.loans.remove(one)
+        lender, loan, borrower, search, _ = one
+        lender.scheduler.end_loan(loan)
+        lender.check()
+        if self.rng.random() < 0.5:
+            borrower.scheduler.end_search(search, None)
+
+    def restart(self) -> None:
+        replica = self.rng.choice(self.replicas)
+        name = f"w{self.replicas.index(replica)}"
+        replica.lose(replica.workers[name])
+        self.join(replica, name)
+
+    def check_loans(self) -> None:
+        for _, loan, _, _, lent in self.loans:
+            worker = self.workers[lent.worker_id]
+            if worker.capacity.worker_epoch != lent.source.worker_epoch:
+                continue
+            held = [worker.content[block] for block in loan.block_ids.tolist()]
+            if held != lent.digests:
+                raise Violation(f"{lent.worker_id} does not hold the blocks that are lent")
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(6, 200))])
+def test_replicas_lend_blocks(seed: int) -> None:
+    Run(seed).run()
+
+
+def test_blocks_are_borrowed_often() -> None:
+    assert sum(Run(seed).run() for seed in range(3)) > 50
+
+
+def complaint_of(seed: int) -> str:
+    """Of the symbolic workers alone."""
+    try:
+        Run(seed, checks_invariants=False).run()
+    except Violation as found:
+        return str(found)
+    return ""
+
+
+def no_references(patch: Patch) -> None:
+    patch.setattr("scheduler_svc.core.block_sources.OwnSource.share", lambda source, blocks: None)
+    patch.setattr("scheduler_svc.core.block_sources.OwnSource.free", lambda source, blocks: None)
+
+
+def no_end(patch: Patch) -> None:
+    patch.setattr(Loans, "end", lambda self, loan: False)
+
+
+def foreign_epoch(patch: Patch) -> None:
+    """Neither the scheduler nor the worker compares it."""
+    patch.setattr(loans, "_may_read", lambda wanted, worker: True)
+    patch.setattr(tiers, "is_same_process", lambda source, worker: True)
+    patch.setattr(tiers, "is_still_there", lambda worker, block, digest: True)
+
+
+def read_after_the_end(patch: Patch) -> None:
+    """The worker does not compare the digest of a block whose loan is over."""
+    patch.setattr(tiers, "is_still_there", lambda worker, block, digest: True)
+
+
+def other_salt(patch: Patch) -> None:
+    """Blocks with the same tokens are lent whatever their chain, and the worker does not compare the digest."""
+
+    def committed(source: OwnSource, digests: list[bytes], token_ids: U32, end: int) -> I64:
+        pool, found = source.worker.pool, []
+        for row in token_ids[: end * BLOCK_SIZE].reshape(-1, BLOCK_SIZE):
+            blocks = np.flatnonzero((pool._tokens == row).all(axis=1) & np.array(pool._is_committed, bool))
+            if not len(blocks):
+                break
+            found.append(blocks[0])
+        return np.array(found, np.int64)
+
+    patch.setattr(OwnSource, "committed", committed)
+    patch.setattr(tiers, "is_still_there", lambda worker, block, digest: True)
+
+
+@pytest.mark.parametrize(
+    ("plant", "complaint"),
+    [
+        (no_references, "does not hold the blocks that are lent"),
+        (other_salt, "does not hold the blocks that are lent"),
+        (no_end, "leaks"),
+        (foreign_epoch, "reads the wrong content"),
+        (read_after_the_end, "reads the wrong content"),
+    ],
+)
+def test_a_planted_bug_is_caught(plant: Callable[[Patch], None], complaint: str, monkeypatch: Patch) -> None:
+    plant(monkeypatch)
+    seed = next((seed for seed in range(MAX_SEEDS) if complaint in complaint_of(seed)), None)
+    assert seed is not None, f"not caught in {MAX_SEEDS} seeds"
+    monkeypatch.undo()
+    Run(seed).run()
