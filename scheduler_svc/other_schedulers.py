@@ -18,7 +18,7 @@ from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from prefix_index.changes import RemoteHolder
 from prefix_index.redis_index import RedisPrefixIndex
-from scheduler_svc.core.block_moves import PrefixSearch
+from scheduler_svc.core.block_moves import BlockSearch
 from scheduler_svc.core.block_sources import BlockSource, LentBlocks
 from scheduler_svc.core.loans import WantedPrefix
 from scheduler_svc.step_loop import MAX_LOAN_S, StepLoop
@@ -47,7 +47,7 @@ class OtherSchedulers:
         self._tasks: set[asyncio.Task[None]] = set()
         self._reading: dict[LentBlocks, asyncio.Future[None]] = {}
 
-    def search(self, search: PrefixSearch) -> None:
+    def search(self, search: BlockSearch) -> None:
         """Start a search. The end is reported with `StepLoop.search_ended`."""
         task = asyncio.create_task(self._search(search))
         self._tasks.add(task)
@@ -65,7 +65,7 @@ class OtherSchedulers:
         for channel in self._channels.values():
             await channel.close()
 
-    async def _search(self, search: PrefixSearch) -> None:
+    async def _search(self, search: BlockSearch) -> None:
         try:
             holder = self._best(search, await self._index.find_elsewhere(search.digests))
             if holder is not None:
@@ -73,13 +73,13 @@ class OtherSchedulers:
         finally:
             self._step_loop.search_ended(search, None)
 
-    def _best(self, search: PrefixSearch, holders: Sequence[RemoteHolder]) -> RemoteHolder | None:
+    def _best(self, search: BlockSearch, holders: Sequence[RemoteHolder]) -> RemoteHolder | None:
         now = asyncio.get_running_loop().time()
         self._resting = {address: end for address, end in self._resting.items() if end > now}
         more = [one for one in holders if one.num_blocks > search.num_held and one.scheduler not in self._resting]
         return max(more, key=lambda one: one.num_blocks, default=None)
 
-    async def _borrow(self, search: PrefixSearch, holder: RemoteHolder) -> None:
+    async def _borrow(self, search: BlockSearch, holder: RemoteHolder) -> None:
         """Returns when the blocks are read or their time is over."""
         stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel(holder.scheduler))
         call = stub.LendBlocks(_request(search, holder), timeout=MAX_LOAN_S)
@@ -111,7 +111,7 @@ class OtherSchedulers:
             await channel.close()
 
 
-def _request(search: PrefixSearch, holder: RemoteHolder) -> scheduler_pb2.LendBlocksRequest:
+def _request(search: BlockSearch, holder: RemoteHolder) -> scheduler_pb2.LendBlocksRequest:
     count = holder.num_blocks
     num_tokens = len(search.token_ids) // len(search.digests) * count
     return scheduler_pb2.LendBlocksRequest(
@@ -123,7 +123,7 @@ def _request(search: PrefixSearch, holder: RemoteHolder) -> scheduler_pb2.LendBl
     )
 
 
-def _lent_from_proto(answer: object, search: PrefixSearch, holder: RemoteHolder) -> LentBlocks:
+def _lent_from_proto(answer: object, search: BlockSearch, holder: RemoteHolder) -> LentBlocks:
     """Raises WireError."""
     if not isinstance(answer, scheduler_pb2.LendBlocksResponse):
         raise WireError("the call ended without an answer")

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from prefix_index.index import PrefixIndex
 from scheduler_svc.core.barrier import HeldSample
-from scheduler_svc.core.block_moves import BlockMove, PrefixSearch
+from scheduler_svc.core.block_moves import BlockMove, BlockSearch
 from scheduler_svc.core.block_sources import LentBlocks
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import SchedulerError, UnexpectedStepError, WorkerMismatchError
@@ -97,7 +97,7 @@ class WorkerLink(Protocol):
 class Lenders(Protocol):
     """Finds blocks on workers of other schedulers."""
 
-    def search(self, search: PrefixSearch) -> None:
+    def search(self, search: BlockSearch) -> None:
         """Start a search. The end is reported with `StepLoop.search_ended`."""
 
     def give_back(self, lent: LentBlocks) -> None:
@@ -277,7 +277,7 @@ class StepLoop:
 
     # -- blocks of other schedulers -----------------------------------------------------------------------------------
 
-    def search_ended(self, search: PrefixSearch, lent: LentBlocks | None) -> None:
+    def search_ended(self, search: BlockSearch, lent: LentBlocks | None) -> None:
         """Another scheduler lends these blocks, or has ceased to (None)."""
         self._post(lambda: self.core.end_search(search, lent))
 

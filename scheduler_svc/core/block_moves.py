@@ -28,7 +28,7 @@ Waiting
     source that always fails costs one attempt. Sequences with the same prefix wait for the same move.
 
 Other schedulers
-    If no block that this scheduler knows of is worth a move, a sequence waits for a search (`PrefixSearch`): the caller
+    If no block that this scheduler knows of is worth a move, a sequence waits for a search (`BlockSearch`): the caller
     looks for a worker of another scheduler and has that one keep the blocks (loans.py). One search per stay in the
     queue, and only if a move of all its blocks would pay for the search too.
 """
@@ -83,7 +83,7 @@ class BlockMove:
 
 
 @dataclass(eq=False, slots=True)
-class PrefixSearch:
+class BlockSearch:
     """The order to find a worker of another scheduler that holds more of these blocks than the first `num_held`."""
 
     worker_id: str  # would get them
@@ -171,8 +171,8 @@ class BlockMoves:
         self._losses_s: list[float] = []
         self._num_moves = 0
         self._borrows = borrows
-        self._searches: dict[bytes, PrefixSearch] = {}  # under way, by the first block that they look for
-        self._new_searches: list[PrefixSearch] = []
+        self._searches: dict[bytes, BlockSearch] = {}  # under way, by the first block that they look for
+        self._new_searches: list[BlockSearch] = []
         self._read: list[LentBlocks] = []
 
     @property
@@ -351,9 +351,7 @@ class BlockMoves:
             search = entry.search = self._begin_search(worker, entry.seq, first, end, now)
         return search is not None and not search.is_ended and now < search.give_up_at
 
-    def _begin_search(
-        self, worker: WorkerState, seq: Sequence, first: int, end: int, now: float
-    ) -> PrefixSearch | None:
+    def _begin_search(self, worker: WorkerState, seq: Sequence, first: int, end: int, now: float) -> BlockSearch | None:
         movement, bs = worker.capacity.movement, worker.capacity.block_size
         if not self._borrows or first >= end or movement is None or not movement.can_transfer or worker.parts_of_all:
             return None
@@ -366,18 +364,18 @@ class BlockMoves:
             return None
         tokens = seq.data.token_ids()[: end * bs].copy()
         give_up_at = now + _patience(num_tokens, pace)
-        search = PrefixSearch(worker.capacity.worker_id, movement.layout, first, seq.digests[:end], tokens, give_up_at)
+        search = BlockSearch(worker.capacity.worker_id, movement.layout, first, seq.digests[:end], tokens, give_up_at)
         self._searches[seq.digests[first]] = search
         self._new_searches.append(search)
         self._counts.prefix_searches += 1
         return search
 
-    def take_searches(self) -> list[PrefixSearch]:
+    def take_searches(self) -> list[BlockSearch]:
         """The searches that have begun since the last call. The caller reports what it finds with `end_search`."""
         new, self._new_searches = self._new_searches, []
         return new
 
-    def end_search(self, search: PrefixSearch, lent: LentBlocks | None) -> WorkerState | None:
+    def end_search(self, search: BlockSearch, lent: LentBlocks | None) -> WorkerState | None:
         """A search has found these blocks. None: nothing, or they are not kept any longer. Returns the worker whose
         placements may change.
         """

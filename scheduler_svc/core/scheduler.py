@@ -26,7 +26,7 @@ from prefix_index.changes import PrefixChanges
 from scheduler_svc.core.admission_control import AdmissionControl
 from scheduler_svc.core.answers import Stops, append_tokens, check_answer, untrusted_after
 from scheduler_svc.core.barrier import Barrier
-from scheduler_svc.core.block_moves import BlockMoves, PrefixSearch
+from scheduler_svc.core.block_moves import BlockMoves, BlockSearch
 from scheduler_svc.core.block_sources import LentBlocks
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.features.adapters import AdapterSwaps
@@ -187,7 +187,7 @@ class Scheduler:
             self._mark_changed(worker)
         self._move_drained_rows()
 
-    def end_search(self, search: PrefixSearch, lent: LentBlocks | None) -> None:
+    def end_search(self, search: BlockSearch, lent: LentBlocks | None) -> None:
         """Another scheduler lends these blocks, or has ceased to (None)."""
         worker = self.moves.end_search(search, lent)
         if worker is not None:

@@ -322,7 +322,7 @@ class QueueEntry:
         self.num_cached_at = NO_WORKERS  # number of leading tokens cached on each worker, in the placement's order
         self.uncached_at = NO_WORKERS  # number of tokens to compute on each worker
         self.move: Any = None  # the move of blocks that it waits for or has waited for (BlockMove)
-        self.search: Any = None  # the search for its blocks on workers of other schedulers (PrefixSearch)
+        self.search: Any = None  # the search for its blocks on workers of other schedulers (BlockSearch)
         self.max_cached = 0  # the largest value in `num_cached_at`
         self.cached_as_of = (0, 0, 0.0)  # placement version, placement pass and time of the newest lookup
 

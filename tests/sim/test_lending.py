@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core import loans
-from scheduler_svc.core.block_moves import BlockMove, PrefixSearch
+from scheduler_svc.core.block_moves import BlockMove, BlockSearch
 from scheduler_svc.core.block_sources import LentBlocks, OwnSource
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.loans import Loan, Loans, WantedPrefix
@@ -58,8 +58,8 @@ class Run:
         self.rng = Random(f"lending {seed}")
         self.workers: dict[str, SymbolicWorker] = {}
         self.replicas = [Replica(self.workers, checks_invariants=checks_invariants) for _ in range(2)]
-        self.searches: list[tuple[Replica, PrefixSearch]] = []
-        self.loans: list[tuple[Replica, Loan, Replica, PrefixSearch, LentBlocks]] = []
+        self.searches: list[tuple[Replica, BlockSearch]] = []
+        self.loans: list[tuple[Replica, Loan, Replica, BlockSearch, LentBlocks]] = []
         self.num_epochs = 0
         self.prefixes = [[self.rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
         for number, replica in enumerate(self.replicas):
@@ -139,7 +139,7 @@ class Run:
         if self.loans:
             self.give_back(self.loans[0])
 
-    def give_back(self, one: tuple[Replica, Loan, Replica, PrefixSearch, LentBlocks]) -> None:
+    def give_back(self, one: tuple[Replica, Loan, Replica, BlockSearch, LentBlocks]) -> None:
         self.loans.remove(one)
         lender, loan, borrower, search, _ = one
         lender.scheduler.end_loan(loan)

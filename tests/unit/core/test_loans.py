@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler_svc.core.block_moves import BlockMove, PrefixSearch
+from scheduler_svc.core.block_moves import BlockMove, BlockSearch
 from scheduler_svc.core.block_sources import LentBlocks
 from scheduler_svc.core.loans import MAX_FRACTION, Loan, WantedPrefix
 from scheduler_svc.core.messages import BlockMovement
@@ -40,7 +40,7 @@ def borrower() -> Scheduler:
     return scheduler_of("ours", borrows=True)
 
 
-def search_of(scheduler: Scheduler, name: str = "again", now: float = 1.0) -> PrefixSearch:
+def search_of(scheduler: Scheduler, name: str = "again", now: float = 1.0) -> BlockSearch:
     """A prompt whose blocks this scheduler does not have waits for a search."""
     scheduler.add_group(make_group([*PROMPT, 7], name, max_tokens=1), now)
     assert scheduler.schedule(now) == []
@@ -48,12 +48,12 @@ def search_of(scheduler: Scheduler, name: str = "again", now: float = 1.0) -> Pr
     return search
 
 
-def wanted(search: PrefixSearch, **changed: Any) -> WantedPrefix:
+def wanted(search: BlockSearch, **changed: Any) -> WantedPrefix:
     own = WantedPrefix("theirs", make_capacity("theirs").worker_epoch, LAYOUT, search.digests, search.token_ids)
     return replace(own, **changed)
 
 
-def lend(lender: Scheduler, search: PrefixSearch) -> tuple[Loan, LentBlocks]:
+def lend(lender: Scheduler, search: BlockSearch) -> tuple[Loan, LentBlocks]:
     loan = lender.lend(wanted(search))
     assert loan is not None
     source = replace(loan.describe(), address="there:1")

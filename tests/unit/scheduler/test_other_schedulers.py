@@ -13,7 +13,7 @@ import pytest
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from prefix_index.changes import Holder, RemoteHolder
-from scheduler_svc.core.block_moves import PrefixSearch
+from scheduler_svc.core.block_moves import BlockSearch
 from scheduler_svc.core.block_sources import LentBlocks
 from scheduler_svc.core.loans import WantedPrefix
 from scheduler_svc.other_schedulers import OtherSchedulers, lend
@@ -50,7 +50,7 @@ class Asker:
         self.found: asyncio.Queue[LentBlocks | None] = asyncio.Queue()
         self.holders: list[RemoteHolder] = []
 
-    def search_ended(self, search: PrefixSearch, lent: LentBlocks | None) -> None:
+    def search_ended(self, search: BlockSearch, lent: LentBlocks | None) -> None:
         self.found.put_nowait(lent)
 
     async def find_elsewhere(self, digests: list[bytes]) -> list[RemoteHolder]:
@@ -72,8 +72,8 @@ async def serve(lender: Lender) -> AsyncIterator[tuple[Asker, OtherSchedulers]]:
         await server.stop(None)
 
 
-def make_search(num_held: int = 1) -> PrefixSearch:
-    return PrefixSearch("ours", b"layout", num_held, DIGESTS, np.arange(16, dtype=np.uint32), give_up_at=1.0)
+def make_search(num_held: int = 1) -> BlockSearch:
+    return BlockSearch("ours", b"layout", num_held, DIGESTS, np.arange(16, dtype=np.uint32), give_up_at=1.0)
 
 
 def answer_of(ids: list[int], address: str = "there:1") -> scheduler_pb2.LendBlocksResponse:
