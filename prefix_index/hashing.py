@@ -92,6 +92,11 @@ def snapshot_digest(digest: bytes) -> bytes:
     return xxh3_128_digest(b"snapshot|" + digest)
 
 
+def group_digest(digest: bytes, number: int) -> bytes:
+    """The digest of a block of a cache group after the first one, from that of the block with the same tokens there."""
+    return xxh3_128_digest(b"group %d|" % number + digest)
+
+
 def state_id(token_ids: U32Column, adapter: bytes) -> bytes:
     """Identifies the recurrent state after these tokens, of rows with this adapter: the number of tokens (u32), and a
     digest of tokens and adapter, its *chain*.

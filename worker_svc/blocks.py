@@ -30,6 +30,7 @@ from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
 from prefix_index.hashing import layout_digest
+from request_fields.sizes import blocks_before
 from step_protocol.columns import U32, WireError, u32_from_bytes
 from step_protocol.messages import StepBatch
 from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
@@ -140,6 +141,7 @@ class WorkerBlocks:
         self._open_worker = open_worker
         self._records: RecordFormat | None = None
         self._seals = Seals()  # written and read by the model thread
+        self._blocks_before: list[int] = []  # of the windows of cache groups
         self._memory: SharedMemory | None = None  # of the last call, for the next one
         self._nixl: NixlAgent | None = None
         self._mapped: dict[str, memoryview] = {}  # memory of readers by its name, a random one; last used last
@@ -170,6 +172,7 @@ class WorkerBlocks:
             keep_freed_memory()
         if self._settings.kv_nixl and self._nixl is None:
             self._nixl = await asyncio.get_running_loop().run_in_executor(self._senders, _nixl_agent)
+        self._blocks_before = [blocks_before(group.attention_window, info.block_size) for group in info.groups]
         revision = info.weights_revision or info.revision
         self._records = RecordFormat(layout_digest(revision, info.numerics, blocks.layout), blocks)
         if self._settings.has_tier:
@@ -213,19 +216,28 @@ class WorkerBlocks:
         store, records = self.store, self._records
         if store is None or records is None:
             return
-        epoch, block_size = self._executor.worker_epoch, records.blocks.block_size
+        block_size = records.blocks.block_size
         self._seals.note(scheduler_epoch, batch.commit_blocks, tags)
         if len(batch.commit_blocks):
             seals = self._seals.of(batch.commit_blocks)
-            store.offer(Committed(epoch, batch.commit_blocks, batch.commit_digests, seals))
+            store.offer(Committed(self._executor.worker_epoch, batch.commit_blocks, batch.commit_digests, seals))
         for opened in batch.opens:
-            hits = opened.block_table[: opened.num_computed_tokens // block_size]
-            used, digests = records.blocks.digests_of(hits[::-1])  # so that the tail of a prefix leaves first
-            if opened.snapshot is not None and records.snapshots is not None:
-                slots, more = records.snapshots.blocks.digests_of(np.array([opened.snapshot], np.uint32))
-                used, digests = np.append(used, slots + np.uint32(records.snapshots.first_id)), digests + more
-            if len(used):
-                store.offer(Committed(epoch, used, digests, self._seals.of(used)))
+            end = opened.num_computed_tokens // block_size
+            self._use(store, records, opened.block_table[:end][::-1])  # so that the tail of a prefix leaves first
+            for table, num_before in zip(opened.group_tables, self._blocks_before, strict=False):
+                self._use(store, records, table[max(0, end - num_before) : end][::-1])
+            if opened.snapshot is not None and records.others:
+                self._use(store, records, np.array([records.others[-1].first_id + opened.snapshot], np.uint32))
+
+    def _use(self, store: BlockStore, records: RecordFormat, ids: U32) -> None:
+        """A row starts from what has these ids, of one kind."""
+        if not len(ids):
+            return
+        of_kind = records.of(int(ids[0]))
+        first = np.uint32(of_kind.first_id)
+        used, digests = of_kind.blocks.digests_of(ids - first)
+        if len(used):
+            store.offer(Committed(self._executor.worker_epoch, used + first, digests, self._seals.of(used + first)))
 
     def _movable(self) -> RecordFormat:
         if self._records is None:

@@ -302,8 +302,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         "model_name": args.model_name or args.model.resolve().name,
         "adapters": tuple(args.adapter or ()),
         "max_adapters": args.max_adapters if args.adapter or args.adapter_dir else 0,
-        "has_groups": args.speculate in (None, "suffix")  # proposers that compute read the table of the first group
-        and not (args.kv_host_memory or args.kv_disk or args.kv_transfer),  # these need all blocks of a row
+        "has_groups": args.speculate in (None, "suffix"),  # proposers that compute read the table of the first group
     } | {name: getattr(args, name) or size for name, size in sizes.items()}
     names = {field.name for field in fields(EngineConfig)} - own.keys()  # these flags have the names of settings
     return EngineConfig(**own, **{name: getattr(args, name) for name in names})

@@ -11,10 +11,10 @@ cache alone: whatever becomes of it, the tokens are the same, and what did not a
     ended        `end_move`, with the number of leading blocks that arrived
 
 Extras
-    Rows of some models start only where a part of the worker holds something besides the blocks: a snapshot. A move of
-    such a model ends at the deepest block for which the target, or the source, holds all extras, and brings those that
-    the target lacks, after the blocks. Its price counts their bytes, and what it gains is from where the target could
-    start before.
+    Rows of some models start only where a part of the worker holds something besides the blocks: a snapshot, the window
+    before the row's first token in each cache group. A move of such a model ends at the deepest block for which the
+    target, or the source, holds all extras, and brings those that the target lacks, after the blocks. Its price counts
+    their bytes, and what it gains is from where the target could start before.
 
 Ownership of blocks
     The target's blocks have a reference of the move, so that no row gets them. They are written only after the steps
@@ -36,7 +36,6 @@ Other schedulers
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -126,7 +125,7 @@ class _Open:
     source: Source | None
     pinned: I64  # blocks of the source
     extras: list[_PartExtras]
-    speeds: list[tuple[MoveSpeed, int]]  # of each block and extra: of its place, and as how many blocks it counts
+    speeds: list[tuple[MoveSpeed, float]]  # of each block and extra: of its place, and as how many blocks it counts
 
 
 @dataclass(slots=True)
@@ -274,10 +273,10 @@ class BlockMoves:
         digests: Seq[bytes],
         span: tuple[int, int],
         missing: Seq[Seq[int]],
-    ) -> list[tuple[MoveSpeed, int]]:
+    ) -> list[tuple[MoveSpeed, float]]:
         """As in `_Open`."""
         mover = self._movers[target.capacity.worker_id]
-        found = [(digest, 1) for digest in digests[slice(*span)]]
+        found = [(digest, 1.0) for digest in digests[slice(*span)]]
         for part, indices in zip(target.parts_of_all, missing, strict=False):
             found += [(part.name_in_tier(digests[index]), part.blocks_worth(1)) for index in indices]
         if source is not None:
@@ -295,13 +294,11 @@ class BlockMoves:
                 [index for index in part.extras_at(end) if not part.holds(digests[index])]
                 for part in target.parts_of_all
             ]
-            if all(
-                self._has_extra(target, source, number, digests[index])
-                for number, indices in enumerate(missing)
-                for index in indices
-            ):
+            wanted = ((number, index) for number, indices in enumerate(missing) for index in indices)
+            absent = (index for number, index in wanted if not self._has_extra(target, source, number, digests[index]))
+            if (first_absent := next(absent, None)) is None:
                 return end, missing
-            end -= 1
+            end = first_absent  # a row that starts behind it, and before the old end, needs it too
         return start, []
 
     def _has_extra(self, target: WorkerState, source: Source | None, number: int, digest: bytes) -> bool:
@@ -502,14 +499,14 @@ class BlockMoves:
             ids = part.reserve(len(indices), num_tokens)
             wanted = [digests[index] for index in indices[: len(ids)]]
             lender = None if source is None else source.part(number)
-            lent: Seq[int | None] = [None] * len(ids) if lender is None else lender.lend(wanted)
+            lent: Seq[int | None] = (lender.lend(wanted) if lender is not None else ()) or [None] * len(ids)
             extras = []
             for index, block_id, source_id in zip(indices, ids, lent, strict=False):
                 digest, words = part.name_extra(seq, token_ids[: (index + 1) * bs], digests[index])
                 name = digest if lender is not None else part.name_in_tier(digests[index])
                 extras.append(MovedExtra(digests[index], name, words, block_id, source_id))
             taken.append(_PartExtras(part, lender, extras))
-            if len(ids) < len(indices):
+            if len(ids) < len(indices) or (lender is not None and None in lent):
                 _give_back(taken, 0)
                 return None
         return taken
@@ -576,7 +573,7 @@ class BlockMoves:
         for speed, count in speeds.items():
             speed.add(count, took_s * speed.seconds(count) / expected_s)
         if capacity.movement is not None:
-            counts.moved_bytes += speeds.total() * capacity.movement.block_bytes
+            counts.moved_bytes += round(sum(speeds.values()) * capacity.movement.block_bytes)
         pace = self._throughput.prefill.early_per_s
         if pace and move not in self._leaving.values():  # no sequence waits for those
             self._losses_s.append(max(0.0, took_s - num_tokens / pace))
@@ -587,15 +584,15 @@ def _patience(num_tokens: int, pace: float | None) -> float:
     return max(MIN_PATIENCE_S, PATIENCE * num_tokens / (pace or UNKNOWN_PACE))
 
 
-def _num_blocks(speeds: Iterable[tuple[MoveSpeed, int]]) -> Counter[MoveSpeed]:
+def _num_blocks(speeds: Iterable[tuple[MoveSpeed, float]]) -> dict[MoveSpeed, float]:
     """As how many blocks all that moves counts, by its place."""
-    counts = Counter[MoveSpeed]()
+    counts = dict[MoveSpeed, float]()
     for speed, worth in speeds:
-        counts[speed] += worth
+        counts[speed] = counts.get(speed, 0.0) + worth
     return counts
 
 
-def _seconds(num_blocks: Counter[MoveSpeed]) -> float:
+def _seconds(num_blocks: Mapping[MoveSpeed, float]) -> float:
     """Expected duration of a move of so many blocks."""
     return sum(speed.seconds(count) for speed, count in num_blocks.items())
 

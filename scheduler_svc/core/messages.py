@@ -57,6 +57,7 @@ class CacheGroup:
 
     attention_window: int
     num_blocks: int
+    block_bytes: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -393,11 +393,11 @@ class MoveSpeed:
         self._guess = self.GUESS_MOVE_S, self.GUESS_BLOCK_S + block_bytes / bytes_per_s
         self.move_s, self.block_s = self._guess
 
-    def seconds(self, num_blocks: int) -> float:
+    def seconds(self, num_blocks: float) -> float:
         """Expected duration of a move."""
         return self.move_s + num_blocks * self.block_s
 
-    def add(self, num_blocks: int, took_s: float) -> None:
+    def add(self, num_blocks: float, took_s: float) -> None:
         """Record a move."""
         if num_blocks:
             factor = 1 + self.WEIGHT * (took_s / self.seconds(num_blocks) - 1)

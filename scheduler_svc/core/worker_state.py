@@ -227,7 +227,7 @@ class WorkerPart:
         """
         return digest, token_ids
 
-    def blocks_worth(self, num_extras: int) -> int:
+    def blocks_worth(self, num_extras: int) -> float:
         """The number of blocks with as many bytes."""
         return num_extras
 
@@ -239,7 +239,7 @@ class WorkerPart:
         """The leading ones of these extras, whose ids are from `reserve`, have arrived; the others have not."""
 
     def lend(self, digests: Seq[bytes]) -> list[int]:
-        """The ids of these extras, which it holds and keeps until `take_back`."""
+        """The ids of these extras, which it holds and keeps until `take_back`; none if it has no room to keep them."""
         return []
 
     def take_back(self, ids: Seq[int]) -> None:

@@ -262,7 +262,7 @@ def capacity_from_proto(request: scheduler_pb2.RegisterRequest) -> WorkerCapacit
         snapshot_tokens=capacity.snapshot_tokens or 1,
         num_snapshots=capacity.num_snapshots if capacity.HasField("num_snapshots") else None,
         movement=_movement_from_proto(capacity.blocks) if capacity.HasField("blocks") else None,
-        groups=tuple(CacheGroup(group.attention_window, group.num_blocks) for group in capacity.groups),
+        groups=tuple(CacheGroup(one.attention_window, one.num_blocks, one.block_bytes) for one in capacity.groups),
     )
 
 

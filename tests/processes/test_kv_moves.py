@@ -17,7 +17,7 @@ from tests.processes.ports import free_port
 from tests.processes.stack import Stack, is_ready, read_page, wait_idle, worker_status
 from tests.unit.engine.models import make_model
 
-FLAGS = ("--dtype", "bfloat16", "--num-blocks", "64", "--max-num-seqs", "6", "--max-num-batched-tokens", "48")
+FLAGS = ("--dtype", "bfloat16", "--num-blocks", "96", "--max-num-seqs", "6", "--max-num-batched-tokens", "48")
 PROMPT = [3 + i * 7 % 90 for i in range(150)]
 BLOCK_SIZE = 16
 
@@ -43,15 +43,17 @@ def wait_for_records(folder: Path, count: int) -> None:
 
 
 def write_model(folder: Path, name: str) -> Path:
-    """A model whose rows start from blocks, or one whose rows start from snapshots too."""
+    """A model whose rows start from blocks, or one whose rows start from snapshots or blocks of windows too."""
     folder.mkdir()
     return make_checkpoint(folder) if name == "attention" else make_model(folder, name)
 
 
-MODELS = pytest.mark.parametrize("name", ["attention", "qwen3_5", pytest.param("bamba", marks=pytest.mark.deep)])
+NUM_BLOCKS = (len(PROMPT) + 23) // BLOCK_SIZE
+NUM_RECORDS = {"attention": NUM_BLOCKS, "qwen3_5": NUM_BLOCKS + 4, "gemma3": 2 * NUM_BLOCKS, "bamba": NUM_BLOCKS + 4}
+DEEP = [pytest.param("bamba", marks=pytest.mark.deep)]
 
 
-@MODELS
+@pytest.mark.parametrize("name", ["attention", "qwen3_5", "gemma3", *DEEP])
 async def test_a_worker_that_was_killed_is_warm_again(tmp_path: Path, name: str) -> None:
     disk = tmp_path / "tier"
     with Stack(tmp_path) as stack:
@@ -61,8 +63,7 @@ async def test_a_worker_that_was_killed_is_warm_again(tmp_path: Path, name: str)
         async with await stack.connect(stack.start_gateway(scheduler)) as client:
             expected, num_cached = await answer(client)
             assert num_cached == 0
-            num_snapshots = 0 if name == "attention" else 4
-            wait_for_records(disk, (len(PROMPT) + 23) // BLOCK_SIZE + num_snapshots)
+            wait_for_records(disk, NUM_RECORDS[name])
             worker.kill()
             worker.start()
             await stack.until(client, lambda schedulers: is_ready(schedulers, worker))
@@ -128,7 +129,7 @@ async def test_streams_of_a_drained_worker_take_their_blocks_along(tmp_path: Pat
         assert float(moved[1]) >= 300 // BLOCK_SIZE * BLOCK_SIZE, stack.logs()
 
 
-@MODELS
+@pytest.mark.parametrize("name", ["attention", "qwen3_5", *DEEP, pytest.param("gemma3", marks=pytest.mark.deep)])
 async def test_streams_leave_a_prefill_worker_for_a_decode_worker_that_is_killed(tmp_path: Path, name: str) -> None:
     flags = (*FLAGS, "--kv-transfer", "--role")
     prompts = [[number, *PROMPT] for number in range(4)]

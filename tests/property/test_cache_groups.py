@@ -8,7 +8,9 @@ adopts.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -18,15 +20,18 @@ import torch
 from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
+from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.features.cache_groups import WindowGroup
 from scheduler_svc.core.messages import CachedBlock, Deltas
+from scheduler_svc.core.policy import TierKind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 from scheduler_svc.workers.wire import capacity_from_proto, step_batch_to_proto
 from step_protocol.messages import StepBatch, StepOutput
 from step_protocol.proto import batch_from_proto
 from tests.invariants import check_scheduler
+from tests.moved_blocks import MovedBlocks
 from tests.speculating import GivenDrafts, NoTimes
 from tests.unit.engine.driver import Driver, seeded, u32
 from tests.unit.engine.models import load_reference, make_model
@@ -71,7 +76,14 @@ class Worker:
     """One engine. It computes a step when its answer is read."""
 
     def __init__(
-        self, folder: Path, name: str, epoch: int, rng: Random, backend: str, expected: dict[bytes, list[int]]
+        self,
+        folder: Path,
+        name: str,
+        epoch: int,
+        rng: Random,
+        backend: str,
+        expected: dict[bytes, list[int]],
+        tier: dict[bytes, bytes] | None = None,
     ) -> None:
         """The worker b has drafts, of which some are right."""
         self.name = name
@@ -92,6 +104,9 @@ class Worker:
                 capacity=capacity_to_proto(self.runner.info, bundle_digest=b"", pipeline_depth=self.depth),
             )
         )
+        self.moved = MovedBlocks(self.runner, {} if tier is None else tier)
+        if tier is not None:
+            self.capacity = replace(self.capacity, movement=self.moved.movement)
         self.queue: deque[StepBatch] = deque()
         self.next_step_id = 1
 
@@ -113,9 +128,13 @@ class Worker:
 class Run:
     """One random run."""
 
-    def __init__(self, folder: Path, seed: int, backend: str = "cpu") -> None:
+    def __init__(self, folder: Path, seed: int, backend: str = "cpu", *, has_moves: bool = False) -> None:
         self.folder, self.rng, self.now, self.backend = folder, Random(seed), 0.0, backend
         self.make_scheduler()
+        self.has_moves = has_moves
+        self.tiers: dict[str, dict[bytes, bytes]] = {}
+        self.moves: list[BlockMove] = []
+        self.num_moved = Counter[bool]()  # moves with blocks of windows; True: from tiers
         self.workers: dict[str, Worker] = {}
         self.groups: list[SequenceGroup] = []
         self.outputs: dict[tuple[int, int], list[int]] = {}
@@ -132,22 +151,29 @@ class Run:
 
     def start(self, name: str) -> None:
         self.num_started += 1
-        self.workers[name] = worker = Worker(self.folder, name, self.num_started, self.rng, self.backend, self.expected)
-        self.scheduler.add_worker(worker.capacity)
+        tier, started = self.tiers.setdefault(name, {}) if self.has_moves else None, self.num_started
+        self.workers[name] = worker = Worker(self.folder, name, started, self.rng, self.backend, self.expected, tier)
+        self.add(worker)
         self.drafts += [] if worker.runner._drafts is None else [worker.runner._drafts]
+
+    def add(self, worker: Worker, blocks: Sequence[CachedBlock] = ()) -> None:
+        self.scheduler.add_worker(worker.capacity, blocks, worker.next_step_id)
+        self.scheduler.moves.change_tiers(worker.name, dict.fromkeys(self.tiers.get(worker.name, ()), TierKind.DISK))
 
     def kill(self, name: str) -> None:
         self.scheduler.remove_worker(name)
+        self.moves = [move for move in self.moves if move.worker_id != name]
         self.start(name)
 
     def restart_scheduler(self) -> None:
         """Another scheduler adopts the pools, and gets the open requests with their tokens."""
         self.count()
         self.make_scheduler()
+        self.moves = []
         for worker in self.workers.values():
             worker.queue.clear()
             worker.runner.reset_rows()
-            self.scheduler.add_worker(worker.capacity, worker.listed(), worker.next_step_id)
+            self.add(worker, worker.listed())
         for group in self.groups:
             outputs = [self.outputs.get((group.handle, sample), []) for sample in range(group.n)]
             if any(len(output) < MAX_TOKENS for output in outputs):
@@ -187,13 +213,37 @@ class Run:
             self.kill(rng.choice(list(self.workers)))
         if rng.random() < 0.006:
             self.restart_scheduler()
+        if self.has_moves and rng.random() < 0.01:
+            self.scheduler.drain_worker(rng.choice(list(self.workers)))
         for batch in self.scheduler.schedule(self.now):
             self.workers[batch.worker_id].queue.append(batch)
+        self.moves += self.scheduler.moves.take_moves()
+        if self.moves and rng.random() < 0.3:
+            self.end_move()
         check_scheduler(self.scheduler)
         busy = [worker for worker in self.workers.values() if worker.queue]
         if busy:
             worker = rng.choice(busy)
-            self.take(self.scheduler.update(worker.answer(worker.queue.popleft()), self.now))
+            step = worker.queue.popleft()
+            self.take(self.scheduler.update(worker.answer(step), self.now))
+            if self.has_moves:
+                stored = worker.moved.store(step)
+                self.scheduler.moves.change_tiers(worker.name, dict.fromkeys(stored, TierKind.DISK))
+        elif self.has_moves and all(worker.is_draining for worker in self.scheduler._workers.values()):
+            self.kill(rng.choice(list(self.workers)))
+
+    def end_move(self) -> None:
+        """The oldest move, if the steps that were in flight have run."""
+        move, target = self.moves[0], self.workers[self.moves[0].worker_id]
+        if target.next_step_id <= move.after_step_id:
+            return
+        del self.moves[0]
+        source = None if move.source is None else self.workers[move.source.worker_id]
+        if source is not None and source.capacity.worker_epoch != move.source.worker_epoch:
+            source = None
+        count = target.moved.fetch(move, None if source is None else source.moved)
+        self.num_moved[move.source is None] += count == move.num_items and bool(move.extras)
+        self.scheduler.end_move(move.move_id, count, 0.001, self.now)
 
     def run(self) -> None:
         while len(self.groups) < NUM_REQUESTS or self.scheduler.has_work:
@@ -215,11 +265,20 @@ def test_tokens_are_those_of_undisturbed_runs(model_dir):
     assert sum(drafts.counts.accepted.sum() for drafts in run.drafts) > 5
 
 
+def test_tokens_after_moves_are_those_of_undisturbed_runs(model_dir):
+    num_moved = Counter[bool]()
+    for seed in range(2):
+        run = Run(model_dir, seed, has_moves=True)
+        run.run()
+        num_moved += run.num_moved
+    assert min(num_moved[True], num_moved[False]) > 0, num_moved
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("seed", range(100, 110))
 def test_tokens_are_those_of_undisturbed_runs_with_more_seeds(model_dir, seed, backend):
-    Run(model_dir, seed, backend).run()
+    Run(model_dir, seed, backend, has_moves=bool(seed % 2)).run()
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

@@ -13,27 +13,25 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import pytest
 from quire.internal.v1 import worker_pb2
 from quire.v1 import types_pb2
 
-from prefix_index.hashing import layout_digest
 from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import BlockMovement, Deltas, WorkerCapacity
+from scheduler_svc.core.messages import Deltas, WorkerCapacity
 from scheduler_svc.core.policy import TierKind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 from scheduler_svc.workers.wire import step_batch_to_proto
 from step_protocol.messages import StepBatch, StepOutput
 from step_protocol.proto import batch_from_proto
+from tests.moved_blocks import MovedBlocks
 from tests.speculating import GivenDrafts, NoTimes
 from tests.unit.engine.driver import Driver, seeded, u32
 from tests.unit.engine.models import RECURRENT, make_model
 from tests.unit.engine.test_engine_recurrent import BLOCK, load_small, state_of
 from worker_svc.engine.rows.states import RowStates
-from worker_svc.kv_store.record import Origin, RecordFormat, WantedBlock
 
 MAX_TOKENS = 20
 NUM_REQUESTS = 7
@@ -72,21 +70,18 @@ class Worker:
         tier: dict[bytes, bytes] | None,
     ) -> None:
         """The worker b has drafts, of which some are right."""
-        self.folder, self.name, self.tier = folder, name, tier
+        self.folder, self.name = folder, name
         sizes = {"num_blocks": rng.choice((9, 14, 40)), "max_num_batched_tokens": rng.choice((5, 16, 60))}
         drafts = {"speculate": "suffix", "max_drafts": 3} if name == "b" else {}
         self.runner = load_small(folder, max_model_len=9 * BLOCK, **sizes, **drafts)
         if self.runner._drafts is not None:
             self.runner._drafts._proposer = GivenDrafts(self.runner._rows, expected, 0.7)
             self.runner._drafts._times = NoTimes()
-        info, found = self.runner.info, self.runner.movable_blocks()
-        assert found is not None
-        self.records = RecordFormat(layout_digest(info.revision, info.numerics, found.layout), found)
-        movement = BlockMovement(self.records.layout, found.payload_bytes, has_tier=True, can_transfer=True)
+        info, self.moved = self.runner.info, MovedBlocks(self.runner, {} if tier is None else tier)
         self.capacity = WorkerCapacity(
             name, epoch, info.num_blocks, BLOCK, info.max_num_seqs, info.max_num_batched_tokens, info.max_model_len,
             vocab_size=info.vocab_size, num_snapshots=info.num_snapshots, snapshot_tokens=rng.choice((1, 1000)),
-            movement=None if tier is None else movement,
+            movement=None if tier is None else self.moved.movement,
         )  # fmt: skip
         self.num_steps = 0
         self.queue: deque[StepBatch] = deque()
@@ -106,38 +101,6 @@ class Worker:
             found = self.runner._pool.states.slots[row].numpy().tobytes()
             assert found == states[end], f"row {row} after {end} tokens of {group.request_id}"
         return output
-
-    def record(self, block: int, digest: bytes) -> bytes | None:
-        """A committed block or a snapshot, as it leaves the worker."""
-        records = self.records.of(block)
-        found = np.empty(records.num_bytes, np.uint8)
-        return found.tobytes() if records.pack(digest, Origin(1, block), found) else None
-
-    def store(self, step: StepBatch) -> list[bytes]:
-        """Write what a step has committed to the tier. Returns the digests."""
-        stored = []
-        for block, digest in zip(step.commit_blocks.tolist(), step.commit_digests, strict=True):
-            if self.tier is not None and (record := self.record(block, digest)) is not None:
-                self.tier[digest] = record
-                stored.append(digest)
-        return stored
-
-    def fetch(self, move: BlockMove, source: Worker | None) -> int:
-        """Returns how many blocks and snapshots have arrived."""
-        items = list(zip(move.block_ids.tolist(), move.digests, list(move.token_blocks), strict=True))
-        items += [(extra.block_id, extra.digest, extra.words) for extra in move.extras]
-        ids = [] if move.source is None else move.source.block_ids.tolist()
-        ids += [extra.source_id for extra in move.extras]
-        for index, (block, digest, words) in enumerate(items):
-            if move.source is None:
-                record = (self.tier or {}).get(digest)
-            else:
-                record = None if source is None else source.record(ids[index], digest)
-            if record is None:
-                return index
-            records, wanted = self.records.of(block), WantedBlock(digest, np.asarray(words), block)
-            records.blocks.write(block - records.first_id, wanted.tokens, records.unpack(record, wanted).payload)
-        return len(items)
 
 
 class Run:
@@ -209,7 +172,9 @@ class Run:
             worker = rng.choice(busy)
             step = worker.queue.popleft()
             self.take(self.scheduler.update(worker.answer(step), self.now))
-            self.scheduler.moves.change_tiers(worker.name, dict.fromkeys(worker.store(step), TierKind.DISK))
+            if self.has_moves:
+                stored = worker.moved.store(step)
+                self.scheduler.moves.change_tiers(worker.name, dict.fromkeys(stored, TierKind.DISK))
         elif self.has_moves and all(worker.is_draining for worker in self.scheduler._workers.values()):
             self.kill(rng.choice(list(self.workers)))
 
@@ -223,7 +188,7 @@ class Run:
         source = None if move.source is None else self.workers[move.source.worker_id]
         if source is not None and move.source is not None and source.capacity.worker_epoch != move.source.worker_epoch:
             source = None
-        count = 0 if is_dead else target.fetch(move, source)
+        count = 0 if is_dead else target.moved.fetch(move, None if source is None else source.moved)
         self.num_moved[move.source is None] += count == move.num_items and bool(move.extras)
         self.scheduler.end_move(move.move_id, count, 0.001, self.now)
 

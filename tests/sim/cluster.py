@@ -338,7 +338,7 @@ class Cluster:
             if movement is None or not movement.has_tier:
                 continue
             first = worker.capacity.num_all_blocks
-            held = [(block, digest) for block, digest in news if worker.committed.get(block) == digest]
+            held = [(block, digest) for block, digest in news if block < first and worker.holds(block, digest)]
             kept = [
                 (i - first, digest) for i, digest in news if i >= first and is_snapshot_of(worker, i - first, digest)
             ]
@@ -610,7 +610,7 @@ class Cluster:
             if self.swaps:
                 self.end_swap(self.swaps[0])
             if ready := self.ready_moves():
-                self.end_move(ready[0], len(ready[0].digests))
+                self.end_move(ready[0], ready[0].num_items)
             if busy:
                 self.answer(choose(busy))
                 self.check()

@@ -93,7 +93,7 @@ class Simulation:
         self.num_events = self._num_arrived = self._next_epoch = 0
         self.setup = replace(self._choose_setup(), **changes)
         if self.setup.has_groups:
-            self._encoder_rate = self._draft_rate = 0.0
+            self._encoder_rate = 0.0
         if self.setup.has_moves:
             self._encoder_rate = self._tight_rate = 0.0
             self._has_states = Random(f"moved states {seed}").random() < 0.4
@@ -169,11 +169,11 @@ class Simulation:
             budget = max(budget, self._encoder_rng.choice((0, max_len)))
         self._next_epoch += 1
         depth, num_snapshots = rng.randint(1, 6), NUM_SNAPSHOTS[2 * self.setup.has_moves :]
+        groups = self._choose_groups(depth, max_num_seqs)
         return WorkerCapacity(
             worker_id, self._next_epoch, num_blocks, bs, max_num_seqs, budget, max_len,
             pipeline_depth=depth, vocab_size=self.cluster.vocab_size, attention_window=self.window,
-            groups=self._choose_groups(depth, max_num_seqs),
-            max_adapters=self._adapter_rng.randint(1, 3), movement=self._choose_movement(),
+            groups=groups, max_adapters=self._adapter_rng.randint(1, 3), movement=self._choose_movement(len(groups)),
             num_snapshots=self._state_rng.choice(num_snapshots) if self._has_states else None,
             snapshot_tokens=self._state_rng.choice((1, bs, 3 * bs, 1000)[: 4 - self.setup.has_moves]),
         )  # fmt: skip
@@ -189,12 +189,12 @@ class Simulation:
             for window, size in zip(self.group_windows, sizes, strict=True)
         )
 
-    def _choose_movement(self) -> BlockMovement | None:
+    def _choose_movement(self, num_groups: int) -> BlockMovement | None:
         """From a separate source, as `_choose_beams`."""
         rng = self._move_rng
         if not self.setup.has_moves or rng.random() < 0.1:
             return None
-        layout = b"other" if rng.random() < 0.1 else b"layout"
+        layout = b"%s %d" % (b"other" if rng.random() < 0.1 else b"layout", num_groups)
         has_tier, can_transfer = rng.random() < (0.3 if self._has_states else 0.7), rng.random() < 0.8
         role = self._role_rng.choice(list(WorkerRole)) if self._has_roles else WorkerRole.BOTH
         return BlockMovement(layout, 1, has_tier, can_transfer or self._has_roles, role)

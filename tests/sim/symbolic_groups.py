@@ -1,7 +1,7 @@
 """The symbolic KV cache of a cache group: the blocks of the layers that attend to a window.
 
 It follows the tables that the core sends for the group, and trusts none of them either: see symbolic_worker.py. What a
-step writes into a slot is what it writes for the same token into the first group.
+step writes into a slot follows from what it writes for the same token into the first group, and differs in each group.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from prefix_index.hashing import group_digest
 from scheduler_svc.core.messages import CachedBlock, CacheGroup, RowAssignment
 from step_protocol.messages import StepBatch
 from tests.sim.violation import POISON, Violation
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 class SymbolicGroup:
     """Blocks and tables of one group of a worker, whose block ids begin at `first_id`."""
 
-    def __init__(self, worker: SymbolicWorker, group: CacheGroup, first_id: int, name: str) -> None:
-        self.worker, self.name, self.first_id = worker, name, first_id
+    def __init__(self, worker: SymbolicWorker, group: CacheGroup, first_id: int, number: int) -> None:
+        self.worker, self.name, self.first_id, self.number = worker, f"group {number}", first_id, number
         self.window, self.num_blocks, self.block_size = (
             group.attention_window,
             group.num_blocks,
@@ -64,6 +65,15 @@ class SymbolicGroup:
             commit_blocks=batch.commit_blocks[committed] - self.first_id,
             commit_digests=[d for d, own in zip(batch.commit_digests, committed, strict=True) if own],
         )
+
+    def digest_of(self, block: int) -> bytes | None:
+        """The digest of a full block."""
+        content = self.content[block]
+        return None if content is None else group_digest(content, self.number)
+
+    def _of_group(self, kv: np.ndarray) -> np.ndarray:
+        """The content of slots whose tokens have this one in the first group."""
+        return np.where(kv == POISON, POISON, kv ^ np.uint64(self.number << 32))
 
     def _are_own(self, blocks: np.ndarray) -> np.ndarray:
         return (blocks >= self.first_id) & (blocks < self.first_id + self.num_blocks)
@@ -154,12 +164,27 @@ class SymbolicGroup:
 
     def _commit(self, batch: StepBatch, num_acked: int) -> None:
         for block, digest in zip(batch.commit_blocks.tolist(), batch.commit_digests, strict=True):
-            if self.content[block] != digest:
+            if self.digest_of(block) != digest:
                 raise Violation(f"{self.name}: commits block {block}, which is not full, or not with this digest")
             if self.fill_step[block] > num_acked:
                 raise Violation(f"{self.name}: commits block {block} before its step was acknowledged")
             self.committed.pop(block, None)
             self.committed[block] = digest
+            self.worker.newly_committed.append((self.first_id + block, digest))
+
+    # -- moves --------------------------------------------------------------------------------------------------------
+
+    def content_of(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens, and keys and values, of a block now."""
+        span = slice(block * self.block_size, (block + 1) * self.block_size)
+        return self.kv_token[span].copy(), self.kv[span].copy()
+
+    def deposit(self, block: int, tokens: np.ndarray, kv: np.ndarray, content: bytes) -> None:
+        """As `SymbolicWorker.deposit`."""
+        span = slice(block * self.block_size, (block + 1) * self.block_size)
+        self.committed.pop(block, None)
+        self.kv[span], self.kv_token[span] = kv, tokens
+        self.content[block], self.fill_step[block] = content, 0
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -182,9 +207,13 @@ class SymbolicGroup:
             raise Violation(f"{self.name}: writes into blocks that other rows share, of {blocks.tolist()}")
         if any(block in self.committed for block in blocks.tolist()):
             raise Violation(f"{self.name}: writes into a committed block of {blocks.tolist()}")
-        self.kv[slots] = worker.kv[worker.slots[rows, positions]]
+        self.kv[slots] = self._of_group(worker.kv[worker.slots[rows, positions]])
         self.kv_token[slots] = worker.tokens[rows, positions]
         self.fill_step[blocks] = step_id
+
+    def poison(self, row: int, positions: np.ndarray) -> None:
+        """A broken row leaves garbage there."""
+        self.kv[self._slots(np.full_like(positions, row), positions)] = POISON
 
     def read_back(self, rows: np.ndarray, starts: np.ndarray) -> None:
         """Every slot that a row reads must hold the row's prefix, or garbage that the first group holds too."""
@@ -194,7 +223,7 @@ class SymbolicGroup:
         for row in np.flatnonzero(worker.is_open).tolist():
             places = np.arange(reads_from[row], worker.num_computed_tokens[row])
             seen = self.kv[self._slots(np.full_like(places, row), places)]
-            wrong = seen != worker.digests[row, places]
+            wrong = seen != self._of_group(worker.digests[row, places])
             if (wrong & (seen != POISON)).any():
                 raise Violation(f"{self.name}: row {row} reads the wrong content at {places[wrong].tolist()}")
             if wrong.any() and not (worker.kv[worker.slots[row, places]] == POISON).any():
@@ -214,5 +243,5 @@ class SymbolicGroup:
     def check_end(self) -> None:
         self.leave_dead_blocks()
         for block, digest in self.committed.items():
-            if self.content[block] != digest:
+            if self.digest_of(block) != digest:
                 raise Violation(f"{self.name}: committed block {block} holds the wrong content")

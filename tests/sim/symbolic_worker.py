@@ -126,8 +126,8 @@ class SymbolicWorker:
         self.groups: list[SymbolicGroup] = []
         self._columns(rows, width, capacity.max_model_len)
         first_id = capacity.num_blocks
-        for index, group in enumerate(capacity.groups):
-            self.groups.append(SymbolicGroup(self, group, first_id, f"group {index + 1}"))
+        for number, group in enumerate(capacity.groups, 1):
+            self.groups.append(SymbolicGroup(self, group, first_id, number))
             first_id += group.num_blocks
 
     def _columns(self, rows: int, width: int, max_len: int) -> None:
@@ -215,6 +215,18 @@ class SymbolicWorker:
         bs = self.capacity.block_size
         own = [CachedBlock(b, d, self.kv_token[b * bs : (b + 1) * bs].copy()) for b, d in self.committed.items()]
         return [*own, *(block for group in self.groups for block in group.list_blocks())]
+
+    def group_of(self, block: int) -> SymbolicGroup | None:
+        """The group after the first one whose block has this id."""
+        ends = self.capacity.num_all_blocks
+        return next((one for one in reversed(self.groups) if one.first_id <= block < ends), None)
+
+    def holds(self, block: int, digest: bytes) -> bool:
+        """Whether a block is committed with this digest, or has the content that will be."""
+        group = self.group_of(block)
+        if group is None:
+            return digest in (self.committed.get(block), self.content[block])
+        return group.digest_of(block - group.first_id) == digest
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -604,7 +616,6 @@ class SymbolicWorker:
         for group in self.groups:
             group.write(flat_rows, flat_positions, batch.step_id)
             group.read_back(rows, starts)
-            group.record_full_blocks(rows, starts)
         np.add.at(self.sums, flat_rows, self.kv[slots])
         if self.has_states:
             self._advance_states(batch, rows, starts)
@@ -613,7 +624,10 @@ class SymbolicWorker:
             known = batch.max_query_lens == 0
             for i in np.flatnonzero(~known & np.isin(rows, broken)).tolist():  # what the scheduler expects of it
                 row, end = rows[i], starts[i] + batch.max_query_lens[i]
-                self.kv[self.slots[row, self.num_computed_tokens[row] : end]] = POISON  # drafts that were not computed
+                places = np.arange(self.num_computed_tokens[row], end)  # of drafts that were not computed
+                self.kv[self.slots[row, places]] = POISON
+                for group in self.groups:
+                    group.poison(row, places)
                 self.num_computed_tokens[row] = end
         self._record_full_blocks(rows[known], starts[known])
         return rows, broken
@@ -750,6 +764,8 @@ class SymbolicWorker:
             row = int(rows[i])
             for index in range(int(first[i]), int(last[i])):
                 self._record_full_block(row, index)
+        for group in self.groups:
+            group.record_full_blocks(rows, starts)
 
     def _record_full_block(self, row: int, index: int) -> None:
         bs, block = self.capacity.block_size, int(self.table[row, index])

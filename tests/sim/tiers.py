@@ -35,6 +35,8 @@ def tier_kinds(digests: Iterable[bytes]) -> dict[bytes, TierKind | None]:
 
 def record_of(worker: SymbolicWorker, block: int, digest: bytes) -> Record:
     """The content of a worker's block now."""
+    if (group := worker.group_of(block)) is not None:
+        return Record(digest, *group.content_of(block - group.first_id))
     bs = worker.capacity.block_size
     span = slice(block * bs, (block + 1) * bs)
     return Record(digest, worker.kv_token[span].copy(), worker.kv[span].copy())
@@ -76,7 +78,7 @@ def read_source(source: BlockSource, worker: SymbolicWorker, index: int, digest:
         return None
     if source.address and not is_still_there(worker, block, digest):
         return None
-    if not source.address and worker.committed.get(block) != digest and worker.content[block] != digest:
+    if not source.address and not worker.holds(block, digest):
         raise Violation(f"block {block} of {source.worker_id} was given away while it is read")
     return record_of(worker, block, digest)
 
@@ -105,6 +107,15 @@ def read_snapshot(source: BlockSource, worker: SymbolicWorker, extra: MovedExtra
     return record
 
 
+def read_group(source: BlockSource, worker: SymbolicWorker, extra: MovedExtra) -> Record | None:
+    """A block of a cache group of another worker, which the scheduler keeps there until the move ends."""
+    if not is_same_process(source, worker):
+        return None
+    if not worker.holds(extra.source_id, extra.digest):
+        raise Violation(f"block {extra.source_id} of {source.worker_id} was given away while it is read")
+    return record_of(worker, extra.source_id, extra.digest)
+
+
 def is_snapshot_of(worker: SymbolicWorker, slot: int, digest: bytes) -> bool:
     """Whether a slot holds the snapshot that is committed with this digest."""
     kept = worker.snapshots.get(slot)
@@ -118,13 +129,18 @@ def fetch_extras(
     """As `fetch`, for what follows the blocks."""
     for index, extra in enumerate(move.extras[:limit]):
         source = None if move.source is None else workers.get(move.source.worker_id)
+        group = target.group_of(extra.block_id)
         if move.source is None:
-            record = find_snapshot(tier, extra)
+            found = find_snapshot(tier, extra) if group is None else find_in_tier(tier, extra.digest, extra.words)
         else:
-            record = None if source is None else read_snapshot(move.source, source, extra)
-        if record is None:
+            read = read_snapshot if group is None else read_group
+            found = None if source is None else read(move.source, source, extra)
+        if found is None:
             return index
-        target.snapshots[extra.block_id - target.capacity.num_all_blocks] = int(record.tokens[0]), int(record.kv[0])
+        if group is not None:
+            group.deposit(extra.block_id - group.first_id, found.tokens, found.kv, extra.block_digest)
+            continue
+        target.snapshots[extra.block_id - target.capacity.num_all_blocks] = int(found.tokens[0]), int(found.kv[0])
     return min(limit, len(move.extras))
 
 

@@ -248,6 +248,7 @@ class CacheGroupInfo:
 
     attention_window: int
     num_blocks: int
+    block_bytes: int = 0
 
 
 @dataclass(frozen=True)

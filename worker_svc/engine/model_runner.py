@@ -242,10 +242,10 @@ class ModelRunner(StepRunner):
         return self._pool.committed_blocks()
 
     def movable_blocks(self) -> MovableBlocks | None:
-        if self.info.is_encoder or self.info.groups or self._layers is not self._backend:
+        if self.info.is_encoder or self._layers is not self._backend:
             return None
-        snapshots = None if self._rows.states is None else self._rows.states.movable()
-        return MovableBlocks(self._pool, self._pool.block_parts(), snapshots)
+        windows = [f"window {group.attention_window}" for group in self.info.groups]
+        return self._pool.movable(windows, [] if self._rows.states is None else [self._rows.states.movable()])
 
     def _bind_thread(self) -> None:
         """torch keeps thread counts per calling thread, so they are set in the thread that runs steps."""

@@ -17,7 +17,7 @@ from xxhash import xxh3_128_digest
 
 from prefix_index.hashing import block_key
 from step_protocol.columns import U32, u32_to_bytes
-from worker_svc.engine.decoder.block_payload import Bytes, Movable, MovableBlocks
+from worker_svc.engine.decoder.block_payload import Bytes, Movable
 from worker_svc.seals import SEAL_BYTES
 
 MAGIC = b"QKV1"
@@ -60,8 +60,8 @@ class Found:
 
 
 class RecordFormat:
-    """Makes and checks the records of the blocks of a pool, which all have the same size. Those of its snapshots have
-    another one, and ids that follow those of the blocks: see `of`.
+    """Makes and checks the records of the blocks of a pool, which all have the same size. Those of other cache groups,
+    and of snapshots, have other ones, and ids that follow those of the blocks: see `of`.
     """
 
     def __init__(self, layout: bytes, blocks: Movable, first_id: int = 0) -> None:
@@ -69,17 +69,17 @@ class RecordFormat:
         self.blocks = blocks
         self.first_id = first_id
         self.end_id = first_id + blocks.num_blocks
-        self.snapshots: RecordFormat | None = None
-        if isinstance(blocks, MovableBlocks) and blocks.snapshots is not None:
-            self.snapshots = RecordFormat(layout, blocks.snapshots, self.end_id)
-            self.end_id = self.snapshots.end_id
+        self.others: list[RecordFormat] = []
+        for other in blocks.others:
+            self.others.append(RecordFormat(layout, other, self.end_id))
+            self.end_id = self.others[-1].end_id
         self._payload_at = HEADER.size + 4 * blocks.block_size
         self._end = self._payload_at + blocks.payload_bytes
         self.num_bytes = self._end + CHECKSUM_BYTES
 
     def of(self, block_id: int) -> RecordFormat:
         """The format of what has this id."""
-        return self if self.snapshots is None or block_id < self.snapshots.first_id else self.snapshots
+        return next((one for one in reversed(self.others) if one.first_id <= block_id), self)
 
     def pack(self, digest: bytes, origin: Origin, into: Bytes) -> bool:
         """Write the record of a block to `into`. False if the pool does not hold the block; `into` has any content."""

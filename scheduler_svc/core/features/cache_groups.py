@@ -22,6 +22,11 @@ Drafts
     Where a row that speculates really is, is known when its steps are answered. So it takes blocks up to the largest
     position that it may write to, and frees those behind the window of the smallest.
 
+Moves
+    A block of a group is committed, stored and sent under a digest that says the group (`group_digest`). A sequence
+    that moves, or is read from a tier, brings the window before its first token in each group, as extras of the blocks
+    of the first group (block_moves.py). Blocks that arrive, or are read by another worker, count as if rows held them.
+
 When
     Blocks for a chunk are taken when it is planned; those of decodes, and copies of shared blocks, when the message of
     the step is made, at the same block boundaries and for the same rows as in the first group.
@@ -30,13 +35,15 @@ When
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 
+from prefix_index.hashing import group_digest
 from request_fields.sizes import blocks_before, blocks_of_row
 from scheduler_svc.core.block_manager import BlockManager, ceil_div
 from scheduler_svc.core.features.beams import newest_of_each, take_tables
-from scheduler_svc.core.messages import CachedBlock, CacheGroup, RowAssignment
+from scheduler_svc.core.messages import CachedBlock, CacheGroup, MovedExtra, RowAssignment
 from scheduler_svc.core.rows import BlockTables
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.windows import free_behind
@@ -55,7 +62,7 @@ from step_protocol.messages import StepBatch, StepOutput
 def add_groups(worker: WorkerState, *, prefix_caching: bool, reuse_bonus: float) -> None:
     """Add the cache groups of a worker after its first one."""
     first_id = worker.capacity.num_blocks
-    for group in worker.capacity.groups:
+    for number, group in enumerate(worker.capacity.groups, 1):
         pool = BlockManager(
             group.num_blocks,
             worker.capacity.block_size,
@@ -63,14 +70,14 @@ def add_groups(worker: WorkerState, *, prefix_caching: bool, reuse_bonus: float)
             reuse_bonus=reuse_bonus,
             keeps_events=False,
         )
-        worker.add_part(WindowGroup(worker, group, pool, first_id))
+        worker.add_part(WindowGroup(worker, group, pool, number, first_id))
         first_id += group.num_blocks
 
 
 class WindowGroup(WorkerPart):
     """The blocks and tables of one worker's rows in layers that attend to a window."""
 
-    def __init__(self, worker: WorkerState, group: CacheGroup, pool: BlockManager, first_id: int) -> None:
+    def __init__(self, worker: WorkerState, group: CacheGroup, pool: BlockManager, number: int, first_id: int) -> None:
         super().__init__(worker)
         capacity, block_size = worker.capacity, worker.capacity.block_size
         num_rows, max_blocks = worker.rows.table.shape
@@ -78,10 +85,13 @@ class WindowGroup(WorkerPart):
         self.tables = BlockTables(num_rows, max_blocks, block_size, blocks_before(group.attention_window, block_size))
         self.max_held = blocks_of_row(group.attention_window, block_size, capacity.pipeline_depth)
         self._before = blocks_before(group.attention_window, block_size)
+        self._number = number
         self._first_id = first_id
+        self._block_bytes = group.block_bytes
         self._block_size = block_size
         self._releases: dict[int, list[I64]] = {}  # by step id: blocks that are freed when the step is answered
         self._num_pending = 0  # blocks in `_releases`
+        self._num_moving = 0  # blocks that arrive, or that another worker reads
         self._ahead: set[int] = set()  # rows that hold more than the window, since a chunk of a planned step
         self._planned: set[int] = set()  # the same, of the step that is being planned
         self._moved: dict[int, tuple[I64, I64]] = {}  # beams: changed indices of their tables, blocks
@@ -92,7 +102,9 @@ class WindowGroup(WorkerPart):
     # -- room ---------------------------------------------------------------------------------------------------------
 
     def adopt(self, blocks: list[CachedBlock]) -> None:
-        adopt_listed(self.pool, blocks, self._first_id)
+        of_first = {self.name_in_tier(one.digest): one.digest for one in blocks if one.block_id < self._first_id}
+        own = [replace(one, digest=of_first[one.digest]) for one in blocks if one.digest in of_first]
+        adopt_listed(self.pool, own, self._first_id)
 
     def could_run(self, group: SequenceGroup) -> bool:
         return self.max_rows >= (group.num_sequences if group.features.is_gang else 1)
@@ -111,7 +123,8 @@ class WindowGroup(WorkerPart):
         held = np.maximum(self.tables.num_blocks[rows] - self.tables.first_block[rows], self._before + 1)
         in_flight = len(rows) * (self.max_held - self._before - 1)
         reserved = self.worker.num_reserved_rows * self.max_held
-        return self.pool.num_blocks - int(held.sum()) - in_flight - reserved - self._num_pending
+        num_others = self._num_pending + self._num_moving
+        return self.pool.num_blocks - int(held.sum()) - in_flight - reserved - num_others
 
     def usable_hits(self, digests: Seq[bytes], num_blocks: int, token_ids: U32 | None = None) -> int:
         held = self.pool.held
@@ -172,7 +185,7 @@ class WindowGroup(WorkerPart):
             return count
         self._free_behind(np.array([row]), np.array([start]))
         num_reserved = max(0, self._before + 1 - num_blocks + tables.first_block.item(row))
-        num_new = max(0, min(num_missing, num_reserved + self._num_spare()))
+        num_new = min(num_missing, num_reserved + max(0, self._num_spare()))
         if num_new:
             self._append(np.full(num_new, row), np.arange(num_blocks, num_blocks + num_new))
             tables.num_blocks[row] += num_new
@@ -270,7 +283,7 @@ class WindowGroup(WorkerPart):
         if commits:
             blocks = np.array([block for block, _ in commits], dtype=np.uint32)
             batch.commit_blocks = np.concatenate((batch.commit_blocks, self._sent(blocks)))
-            batch.commit_digests = batch.commit_digests + [digest for _, digest in commits]
+            batch.commit_digests = batch.commit_digests + [self.name_in_tier(digest) for _, digest in commits]
 
     def _sent(self, blocks: U32) -> U32:
         return blocks + np.uint32(self._first_id)
@@ -302,6 +315,54 @@ class WindowGroup(WorkerPart):
 
     def forget_all(self) -> None:
         self.pool.forget_all()
+
+    # -- moves --------------------------------------------------------------------------------------------------------
+
+    def extras_at(self, num_blocks: int) -> range:
+        return range(max(0, num_blocks - self._before), num_blocks)
+
+    def holds(self, digest: bytes) -> bool:
+        return digest in self.pool.held
+
+    def name_in_tier(self, digest: bytes) -> bytes:
+        return group_digest(digest, self._number)
+
+    def name_extra(self, seq: Sequence, token_ids: U32, digest: bytes) -> tuple[bytes, U32]:
+        return self.name_in_tier(digest), token_ids[-self._block_size :]
+
+    def blocks_worth(self, num_extras: int) -> float:
+        movement = self.worker.capacity.movement
+        return num_extras * self._block_bytes / (1 if movement is None else movement.block_bytes)
+
+    def reserve(self, num_extras: int, num_tokens: int) -> list[int]:
+        if num_extras > self._num_spare():
+            return []
+        self._num_moving += num_extras
+        return [self._first_id + block for block in self.pool.allocate(num_extras).tolist()]
+
+    def receive(self, extras: Seq[MovedExtra], num_arrived: int) -> None:
+        blocks = self._own([extra.block_id for extra in extras])
+        arrived = extras[:num_arrived]
+        if arrived:
+            tokens = np.stack([extra.words for extra in arrived])
+            self.pool.cache(blocks[:num_arrived], [extra.block_digest for extra in arrived], tokens)
+        self.pool.free(blocks[::-1])
+        self._num_moving -= len(extras)
+
+    def lend(self, digests: Seq[bytes]) -> list[int]:
+        if len(digests) > self._num_spare():
+            return []
+        blocks = np.array([self.pool.held[digest] for digest in digests], dtype=np.int64)
+        self.pool.share(blocks)
+        self._num_moving += len(blocks)
+        return [self._first_id + block for block in blocks.tolist()]
+
+    def take_back(self, ids: Seq[int]) -> None:
+        self.pool.free(self._own(ids)[::-1])
+        self._num_moving -= len(ids)
+
+    def _own(self, ids: Seq[int]) -> I64:
+        return np.array(ids, dtype=np.int64) - self._first_id
 
     def take_over(self, rows: I64, parents: I64) -> None:
         self._moved |= take_tables(self.tables, self.pool, rows, parents)

@@ -278,8 +278,8 @@ class Snapshots(WorkerPart):
         found = state_id(token_ids, adapter_of(seq.group))
         return found[4:], np.frombuffer(found, np.uint32)
 
-    def blocks_worth(self, num_extras: int) -> int:
-        return num_extras * self._spacing // self._block_size
+    def blocks_worth(self, num_extras: int) -> float:
+        return num_extras * self._spacing / self._block_size
 
     def reserve(self, num_extras: int, num_tokens: int) -> list[int]:
         slots = [slot for _ in range(num_extras) if (slot := self._take_slot(num_tokens, None)) is not None]

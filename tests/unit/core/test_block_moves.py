@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prefix_index.hashing import snapshot_digest, state_id
+from prefix_index.hashing import group_digest, snapshot_digest, state_id
+from request_fields.sizes import blocks_of_row
 from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.features.snapshots import Snapshots
-from scheduler_svc.core.messages import BlockMovement, WorkerCapacity
+from scheduler_svc.core.messages import BlockMovement, CacheGroup, WorkerCapacity
 from scheduler_svc.core.policy import MoveSpeed, TierKind, moved_tokens_gain
 from scheduler_svc.core.scheduler import Scheduler
 from step_protocol.messages import StepBatch, StepOutput
@@ -317,4 +318,76 @@ def test_a_row_of_a_draining_worker_sends_its_snapshot_ahead() -> None:
     scheduler.end_move(move.move_id, move.num_items, 0.01, 0.2)
     opens = [opened for batch in scheduler.schedule(0.3) for opened in batch.opens]
     assert [opened.num_computed_tokens for opened in opens] == [44]
+    check_scheduler(scheduler)
+
+
+def windowed(name: str, num_rows: int = 4, **sizes: int) -> WorkerCapacity:
+    """A worker with a cache group. A row starts where it has three blocks, of which each counts as two and a half."""
+    group = CacheGroup(10, num_rows * blocks_of_row(10, 4, sizes.get("pipeline_depth", 1)), block_bytes=250)
+    return replace(capacity(name, block_size=4, **sizes), groups=(group,))
+
+
+@pytest.mark.parametrize("lost", [None, 8, 2])
+def test_a_restarted_worker_reads_the_window_before_the_first_token_in_each_group(lost: int | None) -> None:
+    """What it starts from is the deepest place before which the tier has the whole window."""
+    scheduler = make_scheduler(windowed("w0"))
+    warm(scheduler)
+    held = digests_of(scheduler, "w0")
+    names = [group_digest(digest, 1) for index, digest in enumerate(held) if index != lost]
+    scheduler.remove_worker("w0")
+    scheduler.add_worker(windowed("w0", worker_epoch=2))
+    scheduler.moves.change_tiers("w0", dict.fromkeys((*held, *names), TierKind.DISK))
+    scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
+    (move,) = moves_of(scheduler)
+    end = 8 if lost == 8 else 10
+    tail = held[end - 3 : end]
+    assert move.digests == held[:end]
+    assert [extra.digest for extra in move.extras] == [group_digest(digest, 1) for digest in tail]
+    first = scheduler._workers["w0"].capacity.num_blocks
+    assert [(extra.block_id >= first, extra.words.tolist()) for extra in move.extras] == [
+        (True, PROMPT[4 * index : 4 * index + 4]) for index in range(end - 3, end)
+    ]
+    check_scheduler(scheduler)
+    scheduler.end_move(move.move_id, move.num_items, 0.01, 1.1)
+    check_scheduler(scheduler)
+    (batch,) = scheduler.schedule(1.1)
+    assert batch.context_lens.tolist() == [4 * end]
+    assert set(batch.commit_digests) >= {*held[:end], *(group_digest(digest, 1) for digest in tail)}
+    assert scheduler.stats().counts.moved_bytes == 100 * end + 3 * 250
+
+
+def test_blocks_of_a_group_that_did_not_arrive_are_free_again() -> None:
+    scheduler = make_scheduler(windowed("w0"))
+    warm(scheduler)
+    held = digests_of(scheduler, "w0")
+    scheduler.remove_worker("w0")
+    scheduler.add_worker(windowed("w0", worker_epoch=2))
+    names = [group_digest(digest, 1) for digest in held]
+    scheduler.moves.change_tiers("w0", dict.fromkeys((*held, *names), TierKind.DISK))
+    scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
+    (move,) = moves_of(scheduler)
+    scheduler.end_move(move.move_id, len(held) + 2, 0.01, 1.1)
+    check_scheduler(scheduler)
+    run_to_end(scheduler)
+    check_scheduler(scheduler)
+    (part,) = scheduler._workers["w0"].parts_of_all
+    assert part.pool.num_used == 0
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_a_row_of_a_draining_worker_sends_its_windows_ahead_if_they_can_stay_meanwhile(num_rows: int) -> None:
+    """With blocks for one row only, the source could not keep those that the row leaves behind."""
+    scheduler = make_scheduler(windowed("w0", num_rows), windowed("w1", num_rows))
+    scheduler._throughput.prefill.add(1000, 0.5)
+    scheduler.add_group(make_group(PROMPT, "stream", max_tokens=100), 0.0)
+    for _ in range(7):
+        for batch in scheduler.schedule(0.0):
+            answer(scheduler, batch, 0.0)
+    source = next(w for w in scheduler._workers.values() if w.rows.num_used)
+    scheduler.drain_worker(source.capacity.worker_id)
+    moves = scheduler.moves.take_moves()
+    check_scheduler(scheduler)
+    assert [len(move.extras) for move in moves] == ([] if num_rows == 1 else [3])
+    for move in moves:
+        scheduler.end_move(move.move_id, move.num_items, 0.01, 0.1)
     check_scheduler(scheduler)

@@ -7,6 +7,7 @@ from collections import deque
 import numpy as np
 import pytest
 
+from prefix_index.hashing import group_digest
 from request_fields.beams import BeamParams, EarlyStopping
 from request_fields.sizes import blocks_before, blocks_of_row
 from scheduler_svc.core.features.cache_groups import WindowGroup
@@ -147,7 +148,7 @@ def test_a_pool_is_adopted_with_all_its_groups() -> None:
     worker, group = scheduler._workers["w0"], group_of(scheduler)
     held = [(worker.pool, 0), (group.pool, worker.capacity.num_blocks)]
     listed = [
-        CachedBlock(first + block, digest, pool._tokens[block].copy())
+        CachedBlock(first + block, group_digest(digest, 1) if first else digest, pool._tokens[block].copy())
         for pool, first in held
         for digest, block in pool.held.items()
     ]

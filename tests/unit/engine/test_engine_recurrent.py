@@ -176,7 +176,7 @@ def test_snapshots_are_read_and_written_as_bytes(model_dir):
     driver.open(0, prompt)
     take(driver, (0, BLOCK, 0))
     driver.step({0: BLOCK + 1})
-    snapshots, found = driver.runner.movable_blocks().snapshots, state_id(u32(*prompt[:BLOCK]), b"")
+    (snapshots,), found = driver.runner.movable_blocks().others, state_id(u32(*prompt[:BLOCK]), b"")
     words, payload = snapshots.read(0, found[4:])
     assert words.tobytes() == found
     assert snapshots.read(0, b"digest of a tier") is None
@@ -190,7 +190,7 @@ def test_snapshots_are_read_and_written_as_bytes(model_dir):
     other, last = Driver(load_small(model_dir)), 199
     blocks = other.runner.movable_blocks()
     blocks.write(last, *driver.runner.movable_blocks().read(driver.rows[0].blocks[0], b"digest of a block"[:16]))
-    blocks.snapshots.write(2, words, payload)
+    blocks.others[0].write(2, words, payload)
     other.open(0, driver.rows[0].tokens[: BLOCK + 2], shared=[last], snapshot=2)
     other.step({0: 2})
     assert other.errors == []

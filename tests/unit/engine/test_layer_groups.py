@@ -96,7 +96,9 @@ def test_a_runner_refuses_what_contradicts_its_groups(tmp_path):
     runner = ModelRunner(EngineConfig(folder, "float32", has_groups=True, **settings))
     (group,) = runner.info.groups
     assert runner.info.num_all_blocks == 80 + group.num_blocks
-    assert runner.movable_blocks() is None
+    first, second = runner.movable_blocks(), runner.movable_blocks().others[0]
+    assert (first.num_blocks, second.num_blocks, second.payload_bytes) == (80, group.num_blocks, group.block_bytes)
+    assert ("window 24", []) in first.layout
     driver = Driver(runner)
     driver.open(0, list(range(3, 13)))
     driver.step({0: 10})

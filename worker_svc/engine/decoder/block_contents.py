@@ -32,7 +32,8 @@ class BlockContents:
 
     def count_writes(self) -> None:
         """From now on, `version` tells another thread whether a block was written while it read the block."""
-        self._num_writes = np.zeros(self.num_blocks, np.int64)
+        if self._num_writes is None:
+            self._num_writes = np.zeros(self.num_blocks, np.int64)
 
     def version(self, block: int, digest: bytes) -> int | None:
         """Changes with each write of the block; None unless the block is committed with this digest. Any thread may

@@ -26,6 +26,11 @@ class Movable(Protocol):
     """What can leave a worker and enter another one, as numbered payloads of equal size."""
 
     @property
+    def others(self) -> Sequence[Movable]:
+        """What else moves, under ids that follow these."""
+        ...
+
+    @property
     def block_size(self) -> int:
         """Tokens of each, or words that say what it is."""
         ...
@@ -57,39 +62,55 @@ class Movable(Protocol):
 class MovableBlocks:
     """Reads committed blocks in any thread while steps run, and writes blocks in the model thread.
 
-    The payload of a block is the concatenation of its parts, in the order of the parts and of the layers.
-    `snapshots`: of recurrent states, which move like blocks of another size.
+    The payload of a block is the concatenation of its parts, in the order of the parts and of the layers. These are the
+    `blocks` of `contents`; None: all. `kind`: which blocks they are, besides their parts. `others`: blocks of
+    other cache groups, then snapshots of recurrent states.
     """
 
-    def __init__(self, contents: BlockContents, parts: Sequence[BlockPart], snapshots: Movable | None = None) -> None:
-        self.snapshots = snapshots
+    def __init__(
+        self,
+        contents: BlockContents,
+        parts: Sequence[BlockPart],
+        others: Sequence[Movable] = (),
+        *,
+        blocks: range | None = None,
+        kind: str = "",
+    ) -> None:
+        self.others = others
         self._contents = contents
         self._parts = parts
+        self._blocks = blocks or range(contents.num_blocks)
+        self._kind = kind
         contents.count_writes()
         self.block_size = contents.block_size
-        self.num_blocks = contents.num_blocks
+        self.num_blocks = len(self._blocks)
         self.payload_bytes = sum(len(part.array) * part.array.shape[2] for part in parts)
 
     @property
     def layout(self) -> list[tuple[str, list[int]]]:
+        kind: list[tuple[str, list[int]]] = [(self._kind, [])] if self._kind else []
         own = [(part.dtype, [len(part.array), *part.shape]) for part in self._parts]
-        return own + ([] if self.snapshots is None else self.snapshots.layout)
+        return kind + own + [part for other in self.others for part in other.layout]
 
     def digests_of(self, block_ids: U32) -> tuple[U32, list[bytes]]:
-        return self._contents.digests_of(block_ids)
+        first = np.uint32(self._blocks.start)
+        found, digests = self._contents.digests_of(block_ids + first)
+        return found - first, digests
 
     def read(self, block: int, digest: bytes, into: Bytes | None = None) -> tuple[U32, Bytes] | None:
-        version = self._contents.version(block, digest) if block < self.num_blocks else None
+        place = self._blocks.start + block
+        version = self._contents.version(place, digest) if block < self.num_blocks else None
         if version is None:
             return None
-        tokens = self._contents.tokens_of(block)
+        tokens = self._contents.tokens_of(place)
         payload = np.empty(self.payload_bytes, np.uint8) if into is None else into
-        for part, place in self._places(payload):
-            place[:] = part.array[:, block]
-        return (tokens, payload) if self._contents.version(block, digest) == version else None
+        for part, of_part in self._places(payload):
+            of_part[:] = part.array[:, block]
+        return (tokens, payload) if self._contents.version(place, digest) == version else None
 
     def write(self, block: int, tokens: U32, payload: Bytes) -> None:
-        slots: I64 = np.arange(block * self.block_size, (block + 1) * self.block_size)
+        first = (self._blocks.start + block) * self.block_size
+        slots: I64 = np.arange(first, first + self.block_size)
         self._contents.write_tokens(slots, tokens.astype(np.int64))
         for part, place in self._places(payload):
             part.array[:, block] = place

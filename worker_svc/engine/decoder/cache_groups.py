@@ -34,7 +34,8 @@ def divide_pool(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, me
         sizes = [_bytes_of(window, windows, per_layer) for window in (None, *kinds)]
         num_blocks = config.num_blocks or min(_first_blocks(memory, sizes, needs), largest_pool(config.block_size))
         groups = tuple(
-            CacheGroupInfo(window, need + num_blocks // CACHED_SHARE) for window, need in zip(kinds, needs, strict=True)
+            CacheGroupInfo(window, need + num_blocks // CACHED_SHARE, size)
+            for window, need, size in zip(kinds, needs, sizes[1:], strict=True)
         )
         wide = {group.attention_window for group in groups if group.num_blocks >= num_blocks}
         if not wide:

@@ -14,7 +14,7 @@ from step_protocol.columns import I64
 from worker_svc.engine.backend import KVLayout, LayerBackend
 from worker_svc.engine.config import CacheGroupInfo
 from worker_svc.engine.decoder.block_contents import BlockContents
-from worker_svc.engine.decoder.block_payload import BlockPart
+from worker_svc.engine.decoder.block_payload import BlockPart, Movable, MovableBlocks
 from worker_svc.engine.kernels.memory import lazy_zeros
 from worker_svc.engine.recurrent import StatePool
 
@@ -114,12 +114,21 @@ class KVCachePool(BlockContents):
                 backend.copy_blocks(tensor, src[own] - first, dst[own] - first)
         self.copy_tokens(src, dst)
 
-    def block_parts(self) -> list[BlockPart]:
-        """The arrays of which a block has a part."""
+    def _parts_of(self, group: int) -> list[BlockPart]:
         return [
             BlockPart(str(tensor.dtype), tuple(tensor.shape[2:]), tensor.flatten(2).view(torch.uint8).numpy())
-            for tensor in self.tensors
+            for tensor, other in zip(self.tensors, self._groups, strict=True)
+            if other == group
         ]
+
+    def movable(self, kinds: Sequence[str], others: Sequence[Movable] = ()) -> MovableBlocks:
+        """The blocks as bytes. `kinds`: of the groups after the first one. `others`: what moves with them."""
+        ends = self._ends.tolist()
+        groups = [
+            MovableBlocks(self, self._parts_of(group), blocks=range(*ends[group - 1 : group + 1]), kind=kind)
+            for group, kind in enumerate(kinds, 1)
+        ]
+        return MovableBlocks(self, self._parts_of(0), [*groups, *others], blocks=range(ends[0]))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, pool_size: int, device: torch.device | None) -> torch.Tensor:

@@ -20,7 +20,7 @@ from prefix_index.hashing import STATE_ID_BYTES, state_id
 from step_protocol.columns import I32, I64, U32, Bools
 from step_protocol.messages import RowOpen, StepBatch
 from worker_svc.engine.backend import SnapshotColumns
-from worker_svc.engine.decoder.block_payload import Bytes
+from worker_svc.engine.decoder.block_payload import Bytes, Movable
 from worker_svc.engine.rows.errors import RowErrors
 
 if TYPE_CHECKING:
@@ -201,6 +201,7 @@ class MovableSnapshots:
     """
 
     block_size = STATE_ID_BYTES // 4
+    others: Sequence[Movable] = ()
 
     def __init__(self, pool: StatePool, kept: list[KeptState | None]) -> None:
         self._slots = pool.slots[pool.num_rows : pool.num_rows + pool.num_snapshots].numpy().view(np.uint8)
