@@ -1,9 +1,12 @@
-"""Starts workers from a process that has imported torch, because the import is most of the work of their start.
+"""Starts services from a process that has imported their modules, because imports are nearly all the work of a start.
 
-    test process -> nursery -> fork -> fork -> worker
+    test process -> nursery -> fork -> fork -> service
 
-The first fork ends at once, and the test process, as the subreaper, becomes the parent of the worker. So a worker is
+The first fork ends at once, and the test process, as the subreaper, becomes the parent of the service. So a service is
 waited for, killed and measured like any other child. It ends when the test process ends, even if that is killed.
+
+Processes of one nursery have the same hash seed. Those of `quire up`, of the pods in tests/chart and of the tests in
+tests/unit start as usual.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import importlib
 import json
 import os
 import runpy
@@ -18,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.processes.children import start_child
@@ -28,8 +32,13 @@ POLL_S = 0.02
 ADOPTED_WITHIN_S = 60.0
 
 
-class Worker:
-    """A worker that the nursery has started: what tests use of `subprocess.Popen`."""
+SERVICES = ("gateway_svc.service", "scheduler_svc.service", "worker_svc.service")
+# Workers with a model. Other services are smaller without torch.
+ENGINE = ("torch", "worker_svc.service", "worker_svc.engine.model_runner")
+
+
+class Forked:
+    """A service that a nursery has started: what tests use of `subprocess.Popen`."""
 
     def __init__(self, pid: int, command: list[str]) -> None:
         self.pid = pid
@@ -59,20 +68,22 @@ class Worker:
         self.send_signal(signal.SIGKILL)
 
 
-def start_worker(command: list[str], log_path: Path, **variables: str) -> Worker | subprocess.Popen[bytes]:
-    """Like `start_child`, for `[sys.executable, "-m", MODULE, ...]` of a worker that uses torch."""
-    if sys.platform != "linux":
+def start_service(
+    command: list[str], log_path: Path, *, uses_torch: bool, **variables: str
+) -> Forked | subprocess.Popen[bytes]:
+    """Like `start_child`, but forks a process for `[sys.executable, "-m", MODULE, ...]`."""
+    if sys.platform != "linux" or command[1] != "-m":
         return start_child(command, log_path, **variables)
     request = {"words": command[2:], "log": str(log_path), "variables": dict(os.environ) | variables}
-    return Worker(_nursery().start(request), command)
+    return Forked(_nursery(ENGINE if uses_torch else SERVICES).start(request), command)
 
 
 class Nursery:
-    """The process that has imported torch. It is started by the first worker of a test process."""
+    """The process that has imported some modules. It is started by the first service of a test process."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "tests.processes.nursery", str(os.getpid())],
+            [sys.executable, "-u", "-m", "tests.processes.nursery", str(os.getpid()), *modules],
             cwd=Path(__file__).resolve().parents[2],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -82,7 +93,7 @@ class Nursery:
         atexit.register(self.close)
 
     def start(self, request: Mapping[str, object]) -> int:
-        """The process id of a new worker."""
+        """The process id of a new service."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         _prctl(PR_SET_CHILD_SUBREAPER, 1)  # only now: orphans of services are not children of the test
@@ -98,8 +109,8 @@ class Nursery:
 
 
 @functools.cache
-def _nursery() -> Nursery:
-    return Nursery()
+def _nursery(modules: tuple[str, ...]) -> Nursery:
+    return Nursery(modules)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -107,11 +118,13 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main() -> None:
-    """Read a request per line, and print the process id of the worker."""
+    """Read a request per line, and print the process id of the service."""
     parent = int(sys.argv[1])
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    import torch  # noqa: F401
-
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    for module in SERVICES:
+        sys.modules.pop(module, None)  # a service runs it as __main__
     while line := sys.stdin.readline():
         request = json.loads(line)
         reader, writer = os.pipe()

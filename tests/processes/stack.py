@@ -30,8 +30,7 @@ from quire_client import AsyncClient
 from quire_client.demo import demo_model_dir
 from quire_client.types import SchedulerStatus, WorkerStatus
 
-from tests.processes.children import start_child
-from tests.processes.nursery import Worker, start_worker
+from tests.processes.nursery import Forked, start_service
 from tests.processes.ports import free_port
 from worker_svc.engine.kernels.build import KernelBuildError, load_kernels
 
@@ -57,12 +56,12 @@ class Service:
     command: list[str]
     address: str
     log_path: Path
-    process: subprocess.Popen[bytes] | Worker | None = field(default=None, repr=False)
+    process: subprocess.Popen[bytes] | Forked | None = field(default=None, repr=False)
 
     def start(self) -> None:
         """Start it, or start it again with the same address."""
-        start = start_worker if self._uses_torch else start_child
-        self.process = start(self.command, self.log_path, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self.process = start_service(self.command, self.log_path, uses_torch=self._uses_torch, **variables)
 
     @property
     def _uses_torch(self) -> bool:
