@@ -9,16 +9,14 @@ import fcntl
 import os
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.unit.engine.tile_model import to_odd
-from worker_svc.engine.kernels.build import SOURCES, STRICT_FLAGS
+from worker_svc.engine.kernels.build import SOURCES, STRICT_FLAGS, compile_objects
 from worker_svc.engine.kernels.linear import BFLOAT16, INT8
-from worker_svc.engine.kernels.machine import available_cores
 
 DRIVER = Path(__file__).parent / "kernel_driver" / "driver.cpp"
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -35,14 +33,7 @@ PROCESSORS = {
 def compile_driver(folder: Path, processor: str) -> Path:
     """The driver and all kernels for ARM, statically linked. -O1 compiles in a third of the time."""
     command = [CROSS_COMPILER, *STRICT_FLAGS, "-O1", f"-march={processor}"]
-
-    def compile_one(source: Path) -> str:
-        target = folder / f"{source.stem}.o"
-        subprocess.run([*command, "-c", source, "-o", target], check=True)
-        return str(target)
-
-    with ThreadPoolExecutor(available_cores()) as pool:
-        objects = list(pool.map(compile_one, [*SOURCES, DRIVER]))
+    objects = compile_objects(command, (*SOURCES, DRIVER), folder)
     subprocess.run([*command, "-static", *objects, "-o", folder / "driver"], check=True)
     return folder / "driver"
 
