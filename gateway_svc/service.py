@@ -14,15 +14,22 @@ from contextlib import AsyncExitStack, suppress
 from gateway_svc.answer.open_streams import OpenStreams
 from gateway_svc.answer.receipts import ReceiptSigner
 from gateway_svc.answer.request_traces import GenerationTraces
-from gateway_svc.callers.flags import isolates_tenants, min_priority
+from gateway_svc.callers.flags import identifies_callers, isolates_tenants, min_priority
 from gateway_svc.flags import make_parser
+from gateway_svc.limits.buckets import LocalBuckets, RedisBuckets
+from gateway_svc.limits.key_limits import KeyLimits
+from gateway_svc.limits.settings import LimitsError, LimitsFile
 from gateway_svc.operators.operator_port import is_public_for_operators
 from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.process.ports import Ports
 from gateway_svc.process.processes import supervise
 from gateway_svc.process.readiness import ReadyLink
 from gateway_svc.process.schedulers import Schedulers
-from gateway_svc.process.shared_state import SharedState
+from gateway_svc.records.cipher import make_cipher
+from gateway_svc.records.memory_fields import MemoryFields
+from gateway_svc.records.recorder import OutputRecorder
+from gateway_svc.records.redis_fields import RedisFields
+from gateway_svc.records.store import RecordStore
 from gateway_svc.request.prompts.readers import PromptReaders
 from gateway_svc.request.sandbox.audio_decoder import AudioDecoder
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
@@ -31,9 +38,11 @@ from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
 from gateway_svc.request.threads import Threads
 from gateway_svc.request.validation import LOGPROBS_MODES, RequestLimits
 from gateway_svc.servicer import InferenceServicer, make_servicer
+from prefix_index.reader import RedisPrefixReader
 from svc_common import config
 from svc_common.observe.logs import setup_logging
 from svc_common.observe.tracing import make_tracer
+from svc_common.redis.server import RedisServer, redis_server
 from svc_common.serve import BindError, run_service, settle_gc
 from svc_common.tasks import cancel
 
@@ -177,6 +186,49 @@ class GatewayProcess:
     async def _drain(self) -> None:
         self._changed.set()  # for the other processes
         await self._streams.drain(self._args.drain_timeout_s)
+
+
+class SharedState:
+    """What the gateways of a deployment share in Redis, or one gateway has in memory: the reader of the prefix index,
+    None without --redis, the recorder, None without records, and owners' limits. Raises SettingError.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        redis = redis_server(args)
+        self.reader = None if redis is None else RedisPrefixReader(redis, namespace=args.redis_namespace)
+        self.recorder = _make_recorder(args, redis)
+        self.limits = _make_limits(args, redis)
+
+    def start(self, closing: AsyncExitStack) -> None:
+        """Connect, and close with `closing`."""
+        for part in (self.reader, self.recorder, self.limits):
+            if part is not None:
+                closing.push_async_callback(part.close)
+                part.start()
+
+
+def _make_recorder(args: argparse.Namespace, redis: RedisServer | None) -> OutputRecorder | None:
+    cipher = make_cipher(args.record_key_file)
+    limits = {"ttl_s": args.record_ttl_s, "max_bytes": args.max_record_bytes}
+    if redis is not None:
+        return OutputRecorder(RecordStore(RedisFields(redis, namespace=args.redis_namespace, **limits), cipher=cipher))
+    if not args.record_memory:
+        return None
+    if args.processes > 1:
+        raise config.SettingError(
+            f"--record-memory needs --processes 1 or --redis: {args.processes} processes share no memory"
+        )
+    return OutputRecorder(RecordStore(MemoryFields(args.record_memory, **limits), cipher=cipher))
+
+
+def _make_limits(args: argparse.Namespace, redis: RedisServer | None) -> KeyLimits:
+    if args.key_limits is None:
+        return KeyLimits()
+    if not identifies_callers(args):
+        raise LimitsError("--key-limits needs --api-keys or --jwt-issuer: limits apply to owners of requests")
+    file = LimitsFile(args.key_limits)
+    buckets = LocalBuckets() if redis is None else RedisBuckets(redis, namespace=args.redis_namespace)
+    return KeyLimits(file, buckets)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 fields.py, bodies.py, chat.py   body -> GenerateRequest      pure
 answers.py, logprobs.py,        events, errors -> JSON       pure
-chat_answers.py, errors.py
+errors.py
 structured.py                   grammars of a body           pure
 openapi.py                      description of the API       pure
 handlers.py                     one method per endpoint; calls the same pipelines as gRPC

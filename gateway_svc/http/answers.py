@@ -5,7 +5,7 @@ Choice i of prompt p has index p * n + i, as in OpenAI's API.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring as encode_string
 from typing import Any, Protocol
@@ -16,7 +16,6 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.receipts import span_values
 from gateway_svc.http.bodies import Generation
-from gateway_svc.http.chat_answers import MessageBuilder, delta_of
 from gateway_svc.http.errors import error_body
 from gateway_svc.http.json_text import encode, encoded_list, joined_lists
 from gateway_svc.http.logprobs import (
@@ -60,6 +59,63 @@ def sse(value: Json) -> bytes:
 def named_event(value: Json) -> bytes:
     """One server-sent event with its `type` as its name."""
     return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), encode(value))
+
+
+def delta_of(part: pb.AnswerPart) -> Json:
+    """The delta of one part. The id and the name of a call are in its first delta only.
+
+    Reasoning has both names that clients read.
+    """
+    if part.HasField("content"):
+        return {"content": part.content}
+    if part.HasField("reasoning"):
+        return {"reasoning": part.reasoning, "reasoning_content": part.reasoning}
+    call = part.tool_call
+    if part.offset:
+        return {"tool_calls": [{"index": call.index, "function": {"arguments": call.arguments}}]}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"tool_calls": [{"index": call.index, "id": call.id, "type": "function", "function": function}]}
+
+
+class MessageBuilder:
+    """The message of a whole answer, from its parts."""
+
+    def __init__(self) -> None:
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._calls: dict[int, tuple[pb.ToolCallPart, list[str]]] = {}
+
+    @property
+    def has_calls(self) -> bool:
+        return bool(self._calls)
+
+    def add(self, parts: Iterable[pb.AnswerPart]) -> None:
+        """Add new parts."""
+        for part in parts:
+            if part.HasField("content"):
+                self._content.append(part.content)
+            elif part.HasField("reasoning"):
+                self._reasoning.append(part.reasoning)
+            else:
+                call = part.tool_call
+                self._calls.setdefault(call.index, (call, []))[1].append(call.arguments)
+
+    def message(self) -> Json:
+        """The message. Its content is null if it has tool calls only."""
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        calls = [_call(first, "".join(arguments)) for first, arguments in self._calls.values()]
+        return {
+            "role": "assistant",
+            "content": None if calls and not content else content,
+            "refusal": None,
+            "annotations": [],
+            **({"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}),
+            **({"tool_calls": calls} if calls else {}),
+        }
+
+
+def _call(first: pb.ToolCallPart, arguments: str) -> Json:
+    return {"id": first.id, "type": "function", "function": {"name": first.name, "arguments": arguments}}
 
 
 class AnswerShape(Protocol):
