@@ -118,25 +118,30 @@ def _append_accepted(
     """Store the tokens of a step in which rows speculate, up to the first one that ends its row."""
     rows, token_ids, logprobs = output.rows.astype(np.int64), output.token_ids, output.logprobs
     lens = np.ones_like(rows) if output.token_lens is None else output.token_lens.astype(np.int64)
-    stays = ~table.is_awaiting[rows] if is_open is None else is_open[rows] & ~table.is_awaiting[rows]
-    reserved = np.zeros(len(table.limit), dtype=np.int64)
-    reserved[step.rows] = max_lens
-    starts = np.cumsum(lens) - lens
-    kept = np.where(stays, stops.num_before_end(table, rows, lens, starts, token_ids), 0)
-    nth = np.arange(len(token_ids)) - np.repeat(starts, lens)
-    is_kept = nth < np.repeat(kept, lens)
-    of_tokens, token_ids = np.repeat(rows, kept), token_ids[is_kept]
-    positions = table.num_tokens[of_tokens] + nth[is_kept]
+    reserved = max_lens.astype(np.int64)
+    if output.rows.tobytes() != step.rows.tobytes():  # some rows have no sample
+        of_row = np.zeros(len(table.limit), dtype=np.int64)
+        of_row[step.rows] = reserved
+        reserved = of_row[rows]
+    starts = lens.cumsum() - lens
+    kept = stops.num_before_end(table, rows, lens, starts, token_ids)
+    if is_open is not None or table.num_awaiting:
+        kept = kept * (~table.is_awaiting[rows] if is_open is None else is_open[rows] & ~table.is_awaiting[rows])
+    lines = np.arange(len(rows)).repeat(lens)  # of each token
+    nth = np.arange(len(token_ids)) - starts[lines]
+    if kept is not lens:
+        is_kept = nth < kept[lines]
+        lines, nth, token_ids = lines[is_kept], nth[is_kept], token_ids[is_kept]
+        logprobs = None if logprobs is None else logprobs.select(is_kept)
+    before, of_tokens = table.num_tokens[rows], rows[lines]
+    positions = before[lines] + nth
     table.flat_tokens[table.row_starts[of_tokens] + positions] = token_ids
-    rows, lens, kept = rows[stays], lens[stays], kept[stays]
-    speculates = reserved[rows] > 0
-    found = rows[speculates]
-    before = table.num_tokens[found]
-    table.num_tokens[rows] += kept
-    step.accepted = Accepted(found, before, table.num_tokens[found])
-    take_back(table, found, reserved[found], lens[speculates])
-    logprobs = None if logprobs is None else logprobs.select(is_kept)
-    return of_tokens, _deltas(table, of_tokens, positions, token_ids, logprobs), np.cumsum(kept) - 1
+    ends, answers = before + kept, kept > 0
+    table.num_tokens[rows] = ends
+    found = ((reserved > 0) & answers).nonzero()[0]
+    step.accepted = Accepted(rows[found], before[found], ends[found])
+    take_back(table, step.accepted.rows, reserved[found], lens[found])
+    return of_tokens, _deltas(table, of_tokens, positions, token_ids, logprobs), (kept.cumsum() - 1)[answers]
 
 
 def _deltas(table: RowTable, rows: I64, positions: I64, token_ids: U32, logprobs: LogprobColumns | None) -> Deltas:
@@ -191,11 +196,14 @@ class Stops:
 
     def num_before_end(self, table: RowTable, rows: I64, lens: I64, starts: I64, token_ids: U32) -> I64:
         """The number of new tokens of each row up to the first one that ends it. Row i has those from `starts[i]`."""
-        kept = lens.copy()
-        may_end = table.has_stop_ids[rows] if table.num_with_stop_ids else np.zeros(len(rows), np.bool_)
+        may_end = table.has_stop_ids[rows] if table.num_with_stop_ids else None
         for eos in self._eos:
             if np.count_nonzero(found := token_ids == eos):
-                may_end |= np.logical_or.reduceat(found, starts)
+                ends = np.logical_or.reduceat(found, starts)
+                may_end = ends if may_end is None else may_end | ends
+        if may_end is None:
+            return lens
+        kept = lens.copy()
         for i in (may_end & (lens > 1)).nonzero()[0].tolist():
             row, start, count = rows.item(i), starts.item(i), lens.item(i)
             if table.sequences[row] is None:

@@ -424,46 +424,38 @@ def columns_of_run(table: RowTable, run: DecodeRun, members: Members, new_blocks
 
 
 def columns_of_decodes(table: RowTable, rows: I64, max_query_lens: U32 | None = None) -> Columns:
-    """Advance rows that compute one token each, or one and drafts, and are not in the run. `max_query_lens`: see
+    """Advance rows that compute their newest token and are not in the run. Rows that speculate advance by the most
+    tokens that they may have, and their slot is that of the last position that they may write. `max_query_lens`: see
     `Columns`.
     """
-    if max_query_lens is not None:
-        return _columns_with_drafts(table, rows, max_query_lens)
     context_lens, planned = table.num_computed_tokens[rows], table.num_planned[rows]
-    left, reaches_end = table.limit[rows] - planned, context_lens + 1 == planned
+    left, reaches_end, last = table.limit[rows] - planned, context_lens + 1 == planned, context_lens
     sample_mask = reaches_end & (left > 0)
-    slots, full = table.slots(rows, context_lens), ((context_lens + 1) % table.block_size == 0).nonzero()[0]
+    planned += sample_mask & ~table.is_awaiting[rows] if table.num_awaiting else sample_mask
+    continues = bool(np.count_nonzero((left > 1) | ~reaches_end))
+    if max_query_lens is not None:
+        num_more = np.maximum(max_query_lens, 1).astype(np.int64) - 1
+        last = context_lens + num_more
+        planned += num_more
+        left -= num_more
+        table.num_unknown[rows] += num_more
+    ends = last + 1
+    full = (ends % table.block_size == 0).nonzero()[0]
+    if max_query_lens is not None:
+        full = full[max_query_lens[full] == 0]
     if table.num_private:
         full = full[~table.is_private[rows[full]]]
-    table.num_computed_tokens[rows] = context_lens + 1
-    table.num_planned[rows] = planned + (sample_mask & ~table.is_awaiting[rows] if table.num_awaiting else sample_mask)
+    table.num_computed_tokens[rows], table.num_planned[rows] = ends, planned
     return Columns(
         rows.astype(np.uint32),
         table.ones[: len(rows)],
         context_lens.astype(np.uint32),
         sample_mask,
-        slots,
+        table.slots(rows, last),
         full,
-        tuple(rows[reaches_end & ~sample_mask].tolist()),
+        () if np.count_nonzero(sample_mask) == len(rows) else tuple(rows[reaches_end & ~sample_mask].tolist()),
         may_reach_limit=bool(np.count_nonzero(left <= 1)),
-        continues=bool(np.count_nonzero((left > 1) | ~reaches_end)),
-    )
-
-
-def _columns_with_drafts(table: RowTable, rows: I64, max_query_lens: U32) -> Columns:
-    """Some rows speculate. They advance by the most tokens that they may have, and their slot is that of the last
-    position that they may write.
-    """
-    context_lens, num_more = table.num_computed_tokens[rows], np.maximum(max_query_lens, 1).astype(np.int64) - 1
-    columns = columns_of_decodes(table, rows)
-    table.num_computed_tokens[rows] += num_more
-    table.num_planned[rows] += num_more
-    table.num_unknown[rows] += num_more
-    left = table.limit[rows] - table.num_planned[rows]
-    return columns._replace(
-        slots=table.slots(rows, context_lens + num_more),
-        full=columns.full[max_query_lens[columns.full] == 0],
-        may_reach_limit=columns.may_reach_limit or bool(np.count_nonzero(left <= 0)),
+        continues=continues,
         max_query_lens=max_query_lens,
     )
 

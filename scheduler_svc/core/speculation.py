@@ -42,7 +42,7 @@ class Accepted(NamedTuple):
     @property
     def num_drafts(self) -> int:
         """Known tokens that were drafts: each row has sampled one more."""
-        return int(np.maximum(self.ends - self.starts - 1, 0).sum())
+        return int((self.ends - self.starts).sum()) - int(np.count_nonzero(self.ends > self.starts))
 
 
 class Speculation:
@@ -60,10 +60,11 @@ class Speculation:
             return
         r, rows = self._rows, output.rows.astype(np.int64)
         wanted = np.zeros_like(rows) if output.draft_lens is None else np.minimum(output.draft_lens, MAX_DRAFTS)
-        stays = ~r.is_awaiting[rows] if is_open is None else is_open[rows] & ~r.is_awaiting[rows]
-        rows, wanted = rows[stays], wanted[stays]
+        if is_open is not None or r.num_awaiting:
+            stays = ~r.is_awaiting[rows] if is_open is None else is_open[rows] & ~r.is_awaiting[rows]
+            rows, wanted = rows[stays], wanted[stays]
         r.draft_lens[rows] = wanted
-        leaving = rows[(wanted > 0) & (r.in_run[rows] > 0)]
+        leaving = rows[wanted * r.in_run[rows] > 0]
         if len(leaving):
             r.in_run[leaving], r.has_left_run = 0, True
             r.outside.update(dict.fromkeys(leaving.tolist()))
@@ -87,30 +88,34 @@ class Speculation:
         None if none does. Drafts use at most `budget` tokens of the step.
         """
         r = self._rows
-        wanted = r.draft_lens[rows]
-        speculates = (wanted > 0) | (r.num_unknown[rows] > 0)
+        wanted, limits = r.draft_lens[rows], r.limit[rows]
+        speculates = wanted + r.num_unknown[rows] > 0
         if not np.count_nonzero(speculates):
             return None
-        wanted = np.maximum(np.minimum(wanted, r.limit[rows] - r.num_planned[rows] - 1), 0)
-        if int(wanted.sum()) > budget:
-            wanted = np.zeros_like(wanted)
-        self._extend_tables(rows, wanted, append_blocks)
-        room = r.num_blocks[rows] * r.block_size - r.num_computed_tokens[rows] - 1
-        return np.where(speculates, 1 + np.minimum(wanted, room), 0).astype(np.uint32)
+        wanted = np.minimum(wanted, limits - r.num_planned[rows] - 1)
+        np.maximum(wanted, 0, out=wanted)
+        if len(rows) * MAX_DRAFTS > budget and int(wanted.sum()) > budget:
+            wanted[:] = 0
+        starts = r.num_computed_tokens[rows] + 1
+        if not self._extend_tables(rows, np.minimum(starts + 2 * wanted, limits), append_blocks):
+            wanted = np.minimum(wanted, r.num_blocks[rows] * r.block_size - starts)
+        return np.where(speculates, 1 + wanted, 0).astype(np.uint32)
 
-    def _extend_tables(self, rows: I64, wanted: I64, append_blocks: Callable[[I64], None]) -> None:
+    def _extend_tables(self, rows: I64, ends: I64, append_blocks: Callable[[I64], None]) -> bool:
         """Take the blocks of this step's drafts, and of as many after them: a worker that computes the next drafts with
-        a model stores their keys and values before it answers.
+        a model stores their keys and values before it answers. False if the pool has too few.
         """
         r = self._rows
-        ends = np.minimum(r.num_computed_tokens[rows] + 1 + 2 * wanted, r.limit[rows])
-        missing = np.maximum(-(-ends // r.block_size) - r.num_blocks[rows], 0)
-        total = int(missing.sum())
-        if not total or self._pool.num_free - total < r.num_used:
-            return
-        while len(growing := rows[missing > 0]):
-            append_blocks(growing)
-            missing -= 1
+        missing = (ends - 1) // r.block_size + 1 - r.num_blocks[rows]
+        growing = (missing > 0).nonzero()[0]
+        total = int(missing[growing].sum()) if len(growing) else 0
+        if total and self._pool.num_free - total < r.num_used:
+            return False
+        while len(growing):
+            append_blocks(rows[growing])
+            missing[growing] -= 1
+            growing = growing[missing[growing] > 0]
+        return True
 
 
 def take_back(table: RowTable, rows: I64, reserved: I64, lens: I64) -> None:

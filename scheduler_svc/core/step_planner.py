@@ -240,7 +240,7 @@ class StepPlanner:
         rows = np.fromiter(outside, dtype=np.int64, count=len(outside))
         decodes, prefilling = self._rows.todo(rows) == 1, self.worker.prefilling
         if not prefilling:
-            return (rows, NO_ROWS) if decodes.all() else (rows[decodes], NO_ROWS)
+            return rows[decodes], NO_ROWS
         is_prefill = np.fromiter((row in prefilling for row in outside), dtype=np.bool_, count=len(outside))
         return rows[decodes & ~is_prefill], rows[is_prefill]
 

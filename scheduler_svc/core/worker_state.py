@@ -629,21 +629,22 @@ class WorkerState:
         indices, last = (starts - 1) // self.capacity.block_size, (ends - 1) // self.capacity.block_size
         if self.rows.num_private:
             last = np.where(self.rows.is_private[rows], indices, last)
-        while np.count_nonzero(is_full := indices < last):
-            self._commit_decoded(rows[is_full], indices[is_full])
+        while len(full := (indices < last).nonzero()[0]):
+            self._commit_decoded(rows[full], indices[full])
             indices += 1
 
     def _commit_decoded(self, rows: I64, indices: I64) -> None:
         """Commit the block at this index of each row's table. Most of its tokens were sampled."""
-        r, digests = self.rows, []
+        r, digests, numbers, places = self.rows, [], rows.tolist(), indices.tolist()
         tokens = r.token_blocks[rows, indices]
         blocks = block_bytes(token_bytes(tokens), self.capacity.block_size)
-        for row, index, block in zip(rows.tolist(), indices.tolist(), blocks, strict=True):
+        if r.extra_keys:  # an input may begin in the prompt's last block
+            keys = [r.extra_keys.get(row, NO_KEYS) for row in numbers]
+            blocks = [block + of_row.get(index, b"") for block, of_row, index in zip(blocks, keys, places, strict=True)]
+        for row, index, block in zip(numbers, places, blocks, strict=True):
             known = r.digests[row]
             if index == len(known):  # the digest was unknown until the block's last token was sampled
-                if r.extra_keys:  # an input may begin in the prompt's last block
-                    block += r.extra_keys.get(row, NO_KEYS).get(index, b"")
-                known.append(chained((known[-1] if known else self._root(r.sequence(row))) + block))
+                known.append(chained((known[-1] if index else self._root(r.sequence(row))) + block))
             digests.append(known[index])
         self.pool.cache(r.table[rows, indices], digests, tokens)
 
