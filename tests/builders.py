@@ -36,6 +36,7 @@ def make_capacity(
     worker_epoch: int = 1,
     attention_window: int | None = None,
     groups: tuple[CacheGroup, ...] = (),
+    num_snapshots: int | None = None,
 ) -> WorkerCapacity:
     """The capacity of a small worker with one step in flight."""
     return WorkerCapacity(
@@ -49,6 +50,7 @@ def make_capacity(
         pipeline_depth=pipeline_depth,
         attention_window=attention_window,
         groups=groups,
+        num_snapshots=num_snapshots,
     )
 
 

@@ -32,6 +32,7 @@ from scheduler_svc.core.features.beams import beam_blocks
 from scheduler_svc.core.features.cache_groups import WindowGroup
 from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.messages import CacheGroup, Deltas, Finished, RowAssignment, WorkerCapacity
+from scheduler_svc.core.policy import TierKind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 from step_protocol.messages import EMPTY, StepOutput
@@ -45,6 +46,7 @@ from tests.sim.symbolic_worker import Chains, SymbolicWorker, Violation
 from tests.sim.tiers import Tier, fetch, is_snapshot_of, record_of, snapshot_record, tier_kinds
 
 ROOT_SALT = b"sim"
+DISK_S = 1e9  # of a read from a slow disk
 
 ADAPTERS = tuple(bytes([number]) * 16 for number in range(1, 5))
 
@@ -121,7 +123,10 @@ class Cluster:
         self.swaps: list[AdapterSwap] = []  # that workers have not ended
         self.moves: list[BlockMove] = []  # of blocks, under way
         self.tiers: dict[str, Tier] = {}  # by worker id: they survive the process
+        self._forgotten: set[int] = set()  # moves whose source has another lease, in which nothing is held for them
         self.num_moved_blocks = 0
+        self.has_slow_disks = False
+        self._measured_disks: set[str] = set()  # ids of workers that have read from one since they joined
         self.num_updates = 0  # of the weights
 
     def check(self) -> None:
@@ -227,25 +232,26 @@ class Cluster:
         elif any(self._can_hold(worker, request) for worker in self.workers.values()):
             raise Violation(f"refused although it fits: {error}")
 
-    def num_blocks_of(self, request: Request, window: int | None, *, has_groups: bool = False) -> int:
+    def num_blocks_of(self, request: Request, window: int | None, *, shares_prompt: bool = True) -> int:
         """The smallest pool that can run the request."""
         num_blocks = most = ceil_div(request.num_tokens, self.block_size)
         if window is not None:
             most = 1 + ceil_div(window - 1, self.block_size)
         if request.beams is not None:
             width, prompt_len = request.num_sequences, len(request.prompt)
-            max_tokens, shares = request.stop.max_tokens, not has_groups
-            num_blocks = beam_blocks(prompt_len, max_tokens, width, self.block_size, shares_prompt=shares)
+            max_tokens = request.stop.max_tokens
+            num_blocks = beam_blocks(prompt_len, max_tokens, width, self.block_size, shares_prompt=shares_prompt)
             most *= width
         return num_blocks if window is None else min(num_blocks, most)
 
     def _can_hold(self, worker: SymbolicWorker, request: Request) -> bool:
         c = worker.capacity
+        shares_prompt = not c.groups and c.num_snapshots is None
         return (
             request.num_tokens <= c.max_model_len
             and request.num_encoder_tokens <= c.max_encoder_tokens
             and request.num_sequences <= c.max_num_seqs
-            and self.num_blocks_of(request, c.attention_window, has_groups=bool(c.groups)) <= c.num_blocks
+            and self.num_blocks_of(request, c.attention_window, shares_prompt=shares_prompt) <= c.num_blocks
             and all(self._num_rows(request) <= self._max_rows(c, group) for group in c.groups)
         )
 
@@ -346,10 +352,13 @@ class Cluster:
             tier.update({digest: record_of(worker, block, digest) for block, digest in held})
             tier.update({digest: snapshot_record(worker, slot, digest) for slot, digest in kept})
             held += kept
-            self.scheduler.moves.change_tiers(worker_id, tier_kinds(digest for _, digest in held))
+            self.scheduler.moves.change_tiers(worker_id, self._kinds(digest for _, digest in held))
         for move in self.scheduler.moves.take_moves():
             self.trace.append(("move", move))
             self.moves.append(move)
+            pace = self.scheduler.moves._throughput.prefill.early_per_s  # while it is unknown, blocks are moved
+            if pace is not None and self._is_slow(move) and move.worker_id in self._measured_disks:
+                raise Violation(f"worker {move.worker_id} reads {move.num_items} blocks from files that take years")
 
     def ready_moves(self) -> list[BlockMove]:
         """The moves whose blocks their target may write now: the steps that were in flight have run."""
@@ -363,11 +372,22 @@ class Cluster:
         """A fetch ends with at most this many blocks."""
         self.moves.remove(move)
         target = self.workers[move.worker_id]
-        count = fetch(move, target, self.workers, self.tiers.setdefault(move.worker_id, {}), limit)
+        tier, is_held = self.tiers.setdefault(move.worker_id, {}), move.move_id not in self._forgotten
+        count = fetch(move, target, self.workers, tier, limit, is_held=is_held)
         self.trace.append(("moved", move, count))
         self.num_moved_blocks += count
-        self.scheduler.end_move(move.move_id, count, 0.01, self.now)
+        is_slow = count > 0 and self._is_slow(move)
+        if is_slow:
+            self._measured_disks.add(move.worker_id)
+        self.scheduler.end_move(move.move_id, count, DISK_S if is_slow else 0.01, self.now)
         self._follow_prefixes()
+
+    def _is_slow(self, move: BlockMove) -> bool:
+        """Whether it takes much longer than to compute the tokens."""
+        return self.has_slow_disks and move.source is None
+
+    def _kinds(self, digests: Iterable[bytes]) -> dict[bytes, TierKind | None]:
+        return dict.fromkeys(digests, TierKind.DISK) if self.has_slow_disks else tier_kinds(digests)
 
     def swaps_of(self, worker: SymbolicWorker) -> list[AdapterSwap]:
         return [swap for swap in self.swaps if swap.worker_id == worker.capacity.worker_id]
@@ -489,7 +509,7 @@ class Cluster:
         self.scheduler.add_worker(c, blocks, next_step_id=worker.next_step_id)
         self.scheduler.adapters.set_loaded(c.worker_id, ADAPTERS if c.max_adapters else ())
         if c.movement is not None and c.movement.has_tier:
-            self.scheduler.moves.change_tiers(c.worker_id, tier_kinds(self.tiers.get(c.worker_id, ())))
+            self.scheduler.moves.change_tiers(c.worker_id, self._kinds(self.tiers.get(c.worker_id, ())))
         self._follow_prefixes()
 
     def lose(self, worker: SymbolicWorker) -> None:
@@ -500,6 +520,9 @@ class Cluster:
 
     def reconnect(self, worker: SymbolicWorker) -> None:
         """The connection breaks but the process survives: its rows end, its committed blocks are adopted."""
+        self._forgotten |= {
+            m.move_id for m in self.moves if m.source and m.source.worker_id == worker.capacity.worker_id
+        }
         self._remove(worker)
         worker.lease()
         self._add(worker)
@@ -510,6 +533,7 @@ class Cluster:
         self.scheduler.remove_worker(name)
         self.swaps = [swap for swap in self.swaps if swap.worker_id != name]
         self.moves = [move for move in self.moves if move.worker_id != name]
+        self._measured_disks.discard(name)
         del self.workers[name]
         self._follow_prefixes()
         if self._published.pop(name):
@@ -547,6 +571,7 @@ class Cluster:
         self.open, workers, self.workers = {}, self.workers, {}
         self.swaps.clear()
         self.moves.clear()
+        self._measured_disks.clear()
         for request in self.requests.values():
             request.num_cached.clear()
         for worker in workers.values():

@@ -51,6 +51,12 @@ class Setup:
     is_lazy: bool  # workers execute when their answer is read, not when the step arrives
     has_groups: bool = False  # workers have several cache groups
     has_moves: bool = False  # workers have tiers and exchange blocks: few prefixes, small pools, frequent losses
+    has_slow_links: bool = False  # full pools and few losses: what a source must keep, it would have evicted by then
+    has_slow_disks: bool = False  # full pools: what was evicted is on the disk, and is not worth reading
+
+    @property
+    def is_slow(self) -> bool:
+        return self.has_slow_links or self.has_slow_disks
 
 
 class Simulation:
@@ -98,7 +104,8 @@ class Simulation:
             self._encoder_rate = self._tight_rate = 0.0
             self._has_states = Random(f"moved states {seed}").random() < 0.4
             self._draft_rate *= not self._has_states
-            own = {"num_requests": 24, "fault_rate": 0.04, "arrival_rate": 0.3, "abort_rate": 0.01}
+            fault_rate = 0.01 if self.setup.is_slow else 0.04
+            own = {"num_requests": 24, "fault_rate": fault_rate, "arrival_rate": 0.3, "abort_rate": 0.01}
             self.setup = replace(self.setup, **own)
         block_size = rng.choice((1, 2, 2, 3, 4, 4, 4, 8, 16))
         # From separate sources, so that seeds of old bugs give the same runs.
@@ -107,6 +114,7 @@ class Simulation:
         self.window = Random(f"window {seed}").choice(windows) if has_window else None
         self._group_rng = Random(f"groups {seed}")
         num_groups = self._group_rng.choice((1, 1, 2)) if self.setup.has_groups else 0
+        self._shares_prompts = not (num_groups or self._has_states)
         self.group_windows = [self._group_rng.choice(windows[1:]) for _ in range(num_groups)]
         self.cluster = Cluster(
             self._choose_config(),
@@ -116,7 +124,10 @@ class Simulation:
             make_scheduler=make_scheduler,
             checks_invariants=checks_invariants,
         )
-        self._prefixes = [self._random_tokens(self.cluster.max_model_len) for _ in range(2)]
+        self.cluster.has_slow_disks = self.setup.has_slow_disks
+        self._prefixes = [
+            self._random_tokens(self.cluster.max_model_len) for _ in range(4 if self.setup.is_slow else 2)
+        ]
         self._roots = rng.choice(((b"",), (b"", b"tenant")))
 
     # -- choices ------------------------------------------------------------------------------------------------------
@@ -147,7 +158,8 @@ class Simulation:
             eos_token_ids=frozenset(rng.choice(((), (0,), (0,), (0, 1)))),
             burst_s=Random(f"burst {self.seed}").choice((0.0, 0.0, 0.3, 1.0)),
             changes_wait_s=Random(f"changes {self.seed}").choice((0.0, 0.3)),
-            prefix_caching=Random(f"cache {self.seed}").random() < (0.4 if self._tight_rate else 0.85),
+            prefix_caching=self.setup.is_slow
+            or Random(f"cache {self.seed}").random() < (0.4 if self._tight_rate else 0.85),
             root_salt=ROOT_SALT,
         )
 
@@ -160,7 +172,7 @@ class Simulation:
         longest = ceil_div(max_len, bs)
         num_blocks = rng.choice((rng.randint(2, longest), longest, longest + rng.randint(0, longest), 6 * longest))
         if self.setup.has_moves:
-            num_blocks = max(num_blocks, longest + 2)
+            num_blocks = longest + 2 if self.setup.is_slow else max(num_blocks, longest + 2)
         max_num_seqs = rng.randint(1, 8)
         if tight := self._tight_pool():
             num_blocks, max_num_seqs = tight, 8
@@ -192,6 +204,10 @@ class Simulation:
     def _choose_movement(self, num_groups: int) -> BlockMovement | None:
         """From a separate source, as `_choose_beams`."""
         rng = self._move_rng
+        if self.setup.is_slow:
+            return BlockMovement(
+                b"layout", 1, has_tier=self.setup.has_slow_disks, can_transfer=self.setup.has_slow_links
+            )
         if not self.setup.has_moves or rng.random() < 0.1:
             return None
         layout = b"%s %d" % (b"other" if rng.random() < 0.1 else b"layout", num_groups)
@@ -207,8 +223,7 @@ class Simulation:
         if not searches or self._tight_rng.random() >= self._tight_rate:
             return 0
         return max(
-            self.cluster.num_blocks_of(request, self.window, has_groups=bool(self.group_windows))
-            for request in searches
+            self.cluster.num_blocks_of(request, self.window, shares_prompt=self._shares_prompts) for request in searches
         )
 
     def _choose_prompt(self) -> list[int]:
@@ -287,7 +302,7 @@ class Simulation:
 
     def run(self) -> None:
         """Cause faults until after the last arrival. Then run to the end without faults and check for leaks."""
-        for _ in range(self.rng.choice((0, 1, 1, 2, 3))):
+        for _ in range(self.rng.choice((0, 1, 1, 2, 3)) + 2 * self.setup.has_slow_links):
             self._join()
         while self._num_arrived < self.setup.num_requests:
             self._event()
@@ -325,7 +340,8 @@ class Simulation:
             return self._update_weights
         if self.cluster.swaps and self._adapter_rng.random() < 0.3:
             return self._end_swap
-        if self.setup.has_moves and self._move_rng.random() < (0.1 if self.cluster.moves else 0.01):
+        restart_rate = 0.1 if self.cluster.moves and not self.setup.is_slow else 0.01
+        if self.setup.has_moves and self._move_rng.random() < restart_rate:
             return self._restart_worker
         if self.cluster.moves and self._move_rng.random() < 0.3:
             return self._end_move
@@ -388,8 +404,12 @@ class Simulation:
         if ready := self.cluster.ready_moves():
             move = self._move_rng.choice(ready)
             whole = move.num_items
-            limit = self._move_rng.randint(0, whole) if self._move_rng.random() < 0.3 else whole
-            self.cluster.end_move(move, limit)
+            if move.source is not None and self.setup.has_slow_links and self._move_rng.random() < 0.9:
+                self._answer()
+            else:
+                self.cluster.end_move(
+                    move, self._move_rng.randint(0, whole) if self._move_rng.random() < 0.3 else whole
+                )
 
     def _restart_worker(self) -> None:
         """kill -9: another process with the same id and tier, while blocks of the first one may be on their way."""
@@ -449,8 +469,7 @@ class Simulation:
         rows, num_blocks = max(4, width), longest * width
         if self._tight_rng.random() < self._tight_rate:
             num_blocks = max(
-                c.num_blocks_of(request, self.window, has_groups=bool(self.group_windows))
-                for request in c.open.values()
+                c.num_blocks_of(request, self.window, shares_prompt=self._shares_prompts) for request in c.open.values()
             )
         budget = rows + max((request.num_encoder_tokens for request in c.open.values()), default=0)
         worker = c.join(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from request_fields.beams import BeamParams, EarlyStopping
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import WorkerMismatchError
 from scheduler_svc.core.sequence import FinishReason, StopCondition
@@ -19,8 +20,8 @@ class Story(Cluster):
         super().__init__(config, block_size=block_size, max_model_len=64, vocab_size=100)
         self.worker = self.join(make_capacity("w", block_size=block_size, max_model_len=64, **sizes), is_lazy=True)
 
-    def request(self, prompt: range, max_tokens: int, n: int = 1) -> Request:
-        request = self.make_request(list(prompt), StopCondition(max_tokens), n=n)
+    def request(self, prompt: range, max_tokens: int, n: int = 1, beams: BeamParams | None = None) -> Request:
+        request = self.make_request(list(prompt), StopCondition(max_tokens), n=n, beams=beams)
         self.submit(request)
         return request
 
@@ -103,3 +104,20 @@ def test_sizes_of_the_model_outlive_its_workers() -> None:
         story.scheduler.add_worker(make_capacity("w", block_size=8, max_model_len=64))
     with pytest.raises(WorkerMismatchError, match="max_model_len 65"):
         story.scheduler.add_worker(make_capacity("w", block_size=4, max_model_len=65))
+
+
+def test_beams_of_a_recurrent_model_need_room_without_a_shared_prompt() -> None:
+    """Beams that are computed again found no snapshot at the end of the prompt, and no blocks to do without it: the
+    search began again for ever.
+    """
+    beams = BeamParams(3, 3, 1.0, EarlyStopping.FALSE)
+    story = Story(block_size=2, num_blocks=20, num_snapshots=1)
+    refused = story.request(range(12), 3, beams=beams)
+    assert refused.request_id not in story.open
+    story = Story(block_size=2, num_blocks=21, num_snapshots=1)
+    served = story.request(range(12), 3, beams=beams)
+    story.schedule()
+    story.answer_next()
+    story.reconnect(story.worker)
+    story.finish()
+    assert None not in served.finished

@@ -16,7 +16,7 @@ import pytest
 
 from prefix_index import hashing
 from prefix_index.content_ids import FIRST_CONTENT_ID
-from scheduler_svc.core import answers, prompt_digests, scheduler, step_planner, windows, worker_state
+from scheduler_svc.core import answers, block_moves, prompt_digests, scheduler, step_planner, windows, worker_state
 from scheduler_svc.core.answers import Untrusted, untrusted_after
 from scheduler_svc.core.barrier import Barrier
 from scheduler_svc.core.block_manager import BlockManager, LruQueue
@@ -46,6 +46,7 @@ from tests.sim.symbolic_worker import SymbolicWorker
 from tests.sim.tiers import Tier, is_sound
 
 MAX_SEEDS = 200
+KINDS = ("has_moves", "has_groups", "has_slow_links", "has_slow_disks")  # of systems
 
 Patch = pytest.MonkeyPatch
 
@@ -61,11 +62,13 @@ class Bug:
     has_moves: bool = False  # for bugs in moves of blocks
     has_groups: bool = False  # for bugs in cache groups
     first_seed: int = 0  # for bugs that few seeds show
+    has_slow_links: bool = False  # with has_moves
+    has_slow_disks: bool = False  # with has_moves
 
     @property
     def changes(self) -> dict[str, float]:
         changes = {} if self.failure_rate is None else {"failure_rate": self.failure_rate}
-        return changes | {name: True for name in ("has_moves", "has_groups") if getattr(self, name)}
+        return changes | {name: True for name in KINDS if getattr(self, name)}
 
 
 BUGS: dict[str, Bug] = {}
@@ -921,7 +924,7 @@ def state_not_reset_at_reuse(patch: Patch) -> None:
 # -- moves of blocks ---------------------------------------------------------------------------------------------------
 
 
-@bug("was given away while it is read", has_moves=True, first_seed=197)
+@bug("was given away while it is read", has_moves=True, has_slow_links=True)
 def source_freed_during_a_read(patch: Patch) -> None:
     def begin(original: Any, moves: BlockMoves, *args: Any) -> Any:
         move = original(moves, *args)
@@ -953,9 +956,14 @@ def tier_serves_another_salt(patch: Patch) -> None:
     wrap(patch, tiers, "find_in_tier", find)
 
 
-@bug("reads the wrong content", has_moves=True)
+@bug("reads the wrong content", has_moves=True, has_slow_disks=True)
 def checksum_ignored(patch: Patch) -> None:
     patch.setattr(tiers, "is_sound", lambda record: True)
+
+
+@bug("from files that take years", has_moves=True, has_slow_disks=True)
+def price_ignored(patch: Patch) -> None:
+    patch.setattr(block_moves, "moved_tokens_gain", lambda num_tokens, *_: num_tokens)
 
 
 @bug("was given away while it is read|reads the wrong content", has_moves=True)
@@ -990,7 +998,11 @@ def target_blocks_free_during_a_fetch(patch: Patch) -> None:
     wrap(patch, BlockMoves, "_settle", settle)
 
 
-@bug("under a digest that is not|which is not full|reads the wrong content|writes into committed", has_moves=True)
+@bug(
+    "under a digest that is not|which is not full|reads the wrong content|writes into committed",
+    has_moves=True,
+    first_seed=50,
+)
 def fetched_before_the_steps_in_flight_have_run(patch: Patch) -> None:
     wrap(patch, Cluster, "_may_write", lambda original, cluster, move: move.worker_id in cluster.workers)
 

@@ -44,6 +44,17 @@ def test_blocks_move(first: int) -> None:
     assert any(move.after_step_id for move in moves)
 
 
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(10, 1000, 10))])
+@pytest.mark.parametrize("slow", ["has_slow_links", "has_slow_disks"])
+def test_blocks_move_slowly(slow: str, first: int) -> None:
+    """Between full pools, over slow links; and from slow disks, which are not read once their price is known."""
+    sources = set()
+    for seed in range(first, first + 10):
+        cluster = run_seed(seed, has_moves=True, **{slow: True}).cluster
+        sources |= {event[1].source is None for event in cluster.trace if event[0] == "moved" and event[2]}
+    assert sources == {slow == "has_slow_disks"}
+
+
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(20, 2000, 20))])
 def test_cache_groups(first: int) -> None:
     """One or two groups with windows beside the first one, whose pools hold one row or all rows."""

@@ -69,16 +69,16 @@ def is_still_there(worker: SymbolicWorker, block: int, digest: bytes) -> bool:
     return worker.committed.get(block) == digest
 
 
-def read_source(source: BlockSource, worker: SymbolicWorker, index: int, digest: bytes) -> Record | None:
-    """A block of another worker. Its scheduler holds it until the move ends, so it must not have changed, except if it
-    is another scheduler.
+def read_source(source: BlockSource, worker: SymbolicWorker, index: int, digest: bytes, is_held: bool) -> Record | None:
+    """A block of another worker. If its scheduler holds it until the move ends, and is not another scheduler, it must
+    not have changed.
     """
     block = int(source.block_ids[index])
     if not is_same_process(source, worker):
         return None
-    if source.address and not is_still_there(worker, block, digest):
-        return None
-    if not source.address and not worker.holds(block, digest):
+    if source.address or not is_held:
+        return record_of(worker, block, digest) if is_still_there(worker, block, digest) else None
+    if not worker.holds(block, digest):
         raise Violation(f"block {block} of {source.worker_id} was given away while it is read")
     return record_of(worker, block, digest)
 
@@ -97,9 +97,9 @@ def find_snapshot(tier: Tier, extra: MovedExtra) -> Record | None:
     return found if found is not None and found.tokens[0] == extra.words[0] and is_sound(found) else None
 
 
-def read_snapshot(source: BlockSource, worker: SymbolicWorker, extra: MovedExtra) -> Record | None:
-    """A snapshot of another worker, which the scheduler keeps there until the move ends."""
-    if not is_same_process(source, worker):
+def read_snapshot(source: BlockSource, worker: SymbolicWorker, extra: MovedExtra, is_held: bool) -> Record | None:
+    """A snapshot of another worker. If the scheduler still holds it for the move, it must be there."""
+    if not (is_held and is_same_process(source, worker)):
         return None
     record = snapshot_record(worker, extra.source_id - worker.capacity.num_all_blocks, extra.digest, extra.words)
     if record is None:
@@ -107,9 +107,9 @@ def read_snapshot(source: BlockSource, worker: SymbolicWorker, extra: MovedExtra
     return record
 
 
-def read_group(source: BlockSource, worker: SymbolicWorker, extra: MovedExtra) -> Record | None:
-    """A block of a cache group of another worker, which the scheduler keeps there until the move ends."""
-    if not is_same_process(source, worker):
+def read_group(source: BlockSource, worker: SymbolicWorker, extra: MovedExtra, is_held: bool) -> Record | None:
+    """A block of a cache group of another worker. If the scheduler still holds it for the move, it must be there."""
+    if not (is_held and is_same_process(source, worker)):
         return None
     if not worker.holds(extra.source_id, extra.digest):
         raise Violation(f"block {extra.source_id} of {source.worker_id} was given away while it is read")
@@ -124,7 +124,12 @@ def is_snapshot_of(worker: SymbolicWorker, slot: int, digest: bytes) -> bool:
 
 
 def fetch_extras(
-    move: BlockMove, target: SymbolicWorker, workers: Mapping[str, SymbolicWorker], tier: Tier, limit: int
+    move: BlockMove,
+    target: SymbolicWorker,
+    workers: Mapping[str, SymbolicWorker],
+    tier: Tier,
+    limit: int,
+    is_held: bool,
 ) -> int:
     """As `fetch`, for what follows the blocks."""
     for index, extra in enumerate(move.extras[:limit]):
@@ -134,7 +139,7 @@ def fetch_extras(
             found = find_snapshot(tier, extra) if group is None else find_in_tier(tier, extra.digest, extra.words)
         else:
             read = read_snapshot if group is None else read_group
-            found = None if source is None else read(move.source, source, extra)
+            found = None if source is None else read(move.source, source, extra, is_held)
         if found is None:
             return index
         if group is not None:
@@ -145,7 +150,13 @@ def fetch_extras(
 
 
 def fetch(
-    move: BlockMove, target: SymbolicWorker, workers: Mapping[str, SymbolicWorker], tier: Tier, limit: int
+    move: BlockMove,
+    target: SymbolicWorker,
+    workers: Mapping[str, SymbolicWorker],
+    tier: Tier,
+    limit: int,
+    *,
+    is_held: bool = True,
 ) -> int:
     """What the target does with the order; it gets at most `limit` blocks and extras. Returns how many arrived."""
     for index, (block, digest) in enumerate(zip(move.block_ids.tolist(), move.digests, strict=True)):
@@ -155,8 +166,8 @@ def fetch(
         if move.source is None:
             record = find_in_tier(tier, digest, move.token_blocks[index])
         else:
-            record = None if source is None else read_source(move.source, source, index, digest)
+            record = None if source is None else read_source(move.source, source, index, digest, is_held)
         if record is None:
             return index
         target.deposit(block, record.tokens, record.kv, digest)
-    return len(move.digests) + fetch_extras(move, target, workers, tier, max(0, limit - len(move.digests)))
+    return len(move.digests) + fetch_extras(move, target, workers, tier, max(0, limit - len(move.digests)), is_held)

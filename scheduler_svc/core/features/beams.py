@@ -225,7 +225,8 @@ def beam_blocks(
 ) -> int:
     """The largest number of blocks that the beams of one search use in total. The beams share the full blocks of the
     prompt, and the last token of each beam needs no KV. `blocks_before`: see `WorkerCapacity`. `shares_prompt`: not
-    with cache groups, where a beam that is computed again may miss the window before the end of the prompt.
+    with cache groups or recurrent layers, where a beam that is computed again may miss the window before the end of the
+    prompt, or the snapshot.
     """
     shared = num_prompt // block_size if shares_prompt else 0
     num_blocks = shared + width * (ceil_div(num_prompt + max_tokens - 1, block_size) - shared)
@@ -235,7 +236,8 @@ def beam_blocks(
 def _num_blocks(group: SequenceGroup, capacity: WorkerCapacity) -> int:
     """The largest number of blocks that the beams of a request use together."""
     size = len(group.prompt), group.stop.max_tokens, group.num_sequences
-    return beam_blocks(*size, capacity.block_size, capacity.blocks_before, shares_prompt=not capacity.groups)
+    shares_prompt = not capacity.groups and capacity.num_snapshots is None
+    return beam_blocks(*size, capacity.block_size, capacity.blocks_before, shares_prompt=shares_prompt)
 
 
 def rows_of(group: SequenceGroup) -> I64:
