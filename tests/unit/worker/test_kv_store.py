@@ -6,6 +6,7 @@ import errno
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,17 +14,32 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128_digest
 
-from prefix_index.hashing import block_key, chained, extra_keys, layout_digest, model_salt, root_digest, root_key
+from prefix_index.hashing import (
+    STATE_ID_BYTES,
+    block_key,
+    chained,
+    extra_keys,
+    layout_digest,
+    model_salt,
+    root_digest,
+    root_key,
+    snapshot_digest,
+    state_id,
+)
 from worker_svc.engine.decoder.block_payload import MovableBlocks
+from worker_svc.engine.recurrent import Recurrence, StatePool
+from worker_svc.engine.rows.states import KeptState, MovableSnapshots
 from worker_svc.kv_store.block_store import BlockStore, Committed
 from worker_svc.kv_store.disk_tier import DiskTier
 from worker_svc.kv_store.memory_tier import MemoryTier
-from worker_svc.kv_store.record import HEADER, MAGIC, Origin, RecordFormat, WantedBlock
+from worker_svc.kv_store.record import CHECKSUM_BYTES, HEADER, MAGIC, Origin, RecordFormat, WantedBlock
 from worker_svc.simulator.pool import SimPool
 
-BLOCK_SIZE, NUM_BLOCKS = 4, 24
+BLOCK_SIZE, NUM_BLOCKS, NUM_SNAPSHOTS = 4, 24, 8
+STATE = Recurrence("short_conv", 1, 1, 2, 2, 3)
+SNAPSHOT_BYTES = HEADER.size + STATE_ID_BYTES + StatePool.bytes_per_slot([STATE]) + CHECKSUM_BYTES
 DEADLINE_S = 20.0
-LAYOUT = layout_digest("r1", "sim", [("uint64", [1, BLOCK_SIZE])])
+LAYOUT, OTHER_REVISION = (layout_digest(name, "sim", [("uint64", [1, BLOCK_SIZE])]) for name in ("r1", "r2"))
 
 
 def make_block(pool: SimPool, block: int, salt: bytes = b"") -> bytes:
@@ -37,9 +53,20 @@ def make_block(pool: SimPool, block: int, salt: bytes = b"") -> bytes:
     return digest
 
 
+def make_snapshots(digests: Sequence[bytes], pool: SimPool) -> MovableSnapshots:
+    """One at the end of each of some first blocks, committed under the names that tiers use."""
+    states = StatePool([STATE], 0, NUM_SNAPSHOTS)
+    kept = list[KeptState | None]()
+    for slot, digest in enumerate(digests[:NUM_SNAPSHOTS]):
+        rng = np.random.default_rng([slot, *digest])
+        states.slots[slot].numpy()[:] = rng.normal(size=states.slots.shape[1])
+        kept.append(KeptState(state_id(pool.tokens_of(slot), b""), snapshot_digest(digest)))
+    return MovableSnapshots(states, kept)
+
+
 class Tier:
     """A store over a simulated pool whose blocks are all committed and written: to files below `folder` if it is given,
-    and before that to `memory` records.
+    and before that to `memory` records. Snapshots, if it has any, follow the blocks.
     """
 
     def __init__(
@@ -50,10 +77,13 @@ class Tier:
         memory: int = 0,
         salt: bytes = b"",
         layout: bytes = LAYOUT,
+        has_snapshots: bool = False,
     ) -> None:
         self.pool = SimPool(NUM_BLOCKS, BLOCK_SIZE)
-        self.blocks = MovableBlocks(self.pool, self.pool.block_parts())
         self.digests = [make_block(self.pool, block, salt) for block in range(NUM_BLOCKS)]
+        snapshots = [make_snapshots(self.digests, self.pool)] if has_snapshots else []
+        self.blocks = MovableBlocks(self.pool, self.pool.block_parts(), snapshots)
+        self.digests += [snapshot_digest(digest) for digest in self.digests[:NUM_SNAPSHOTS] if has_snapshots]
         self.changes: dict[bytes, str | None] = {}
         records = RecordFormat(layout, self.blocks)
         report: Callable[[bytes], None] = lambda digest: self.store.report(digest)  # noqa: E731
@@ -73,18 +103,23 @@ class Tier:
             time.sleep(0.001)
 
     def write(self) -> None:
-        """Write all blocks."""
-        self.offer(range(NUM_BLOCKS))
+        """Write all blocks and snapshots."""
+        self.offer(range(len(self.digests)))
+
+    def content(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens, or words, and the payload in the pool."""
+        records = self.store._format.of(block)
+        found = records.blocks.read(block - records.first_id, self.digests[block])
+        assert found is not None
+        return found
 
     def wanted(self, block: int) -> WantedBlock:
-        return WantedBlock(self.digests[block], self.pool.tokens_of(block))
+        return WantedBlock(self.digests[block], self.content(block)[0], block)
 
     def is_right(self, block: int) -> bool | None:
         """Whether the tier serves the content of the pool's block; None: a miss."""
         found = self.store.read(self.wanted(block))
-        expected = self.blocks.read(block, self.digests[block])
-        assert expected is not None
-        return None if found is None else found.payload.tobytes() == expected[1].tobytes()
+        return None if found is None else found.payload.tobytes() == self.content(block)[1].tobytes()
 
     def files(self) -> list[Path]:
         return [] if self.disk is None else sorted(self.disk._folder.glob("*/*/*"))
@@ -227,6 +262,95 @@ def test_a_record_of_memory_that_is_read_stays_as_it_is(monkeypatch: pytest.Monk
     tier.store.close()
 
 
+def use_memory(folder: Path, seed: int) -> None:
+    """Offer and read blocks at random. Memory above files must hold the blocks that were used last, files the others,
+    and what was read must stay as it was.
+    """
+    rng, room = random.Random(seed), 6
+    tier = Tier(folder, memory=room)
+    used, written, found = list[int](), set[int](), []
+    try:
+        for block in rng.choices(range(NUM_BLOCKS), k=40):
+            if is_offered := rng.random() < 0.6:
+                tier.offer([block])
+                written.add(block)
+            elif (read := tier.store.read(tier.wanted(block))) is not None:
+                found.append((block, read.payload))
+            if is_offered or block in used:
+                used = [*(one for one in used if one != block), block][-room:]
+        assert tier.memory.num_bytes == len(used) * tier.store._format.num_bytes, "bytes"
+        places = ["memory" if b in used else "disk" if b in written else None for b in range(NUM_BLOCKS)]
+        assert held_by(tier) == places, "places"
+        assert all(payload.tobytes() == tier.content(block)[1].tobytes() for block, payload in found), "content"
+    finally:
+        tier.store.close()
+
+
+def reuse_buffers(patch: pytest.MonkeyPatch) -> None:
+    """A new record is written where the least recently used one is, which a reader may still have."""
+    put = MemoryTier.put
+
+    def reuse(tier: MemoryTier, digest: bytes, record: np.ndarray) -> bool:
+        oldest = next(iter(tier._records.values()), record)
+        if tier.num_bytes + len(record) > tier._max_bytes:
+            tier._evict()
+            oldest[:] = record
+            record = oldest
+        return put(tier, digest, record)
+
+    patch.setattr(MemoryTier, "put", reuse)
+
+
+def evict_the_newest(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryTier, "touch", lambda tier, digest: digest in tier._records)
+
+
+def evict_without_a_report(patch: pytest.MonkeyPatch) -> None:
+    def evict(tier: MemoryTier) -> None:
+        report, tier._on_change = tier._on_change, lambda digest: None
+        original(tier)
+        tier._on_change = report
+
+    original = MemoryTier._evict
+    patch.setattr(MemoryTier, "_evict", evict)
+
+
+def lose_what_is_evicted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryTier, "_spill", lambda tier, digest, record: None)
+
+
+def count_no_evicted_bytes(patch: pytest.MonkeyPatch) -> None:
+    def forget(tier: MemoryTier, digest: bytes) -> None:
+        record = tier._records.pop(digest)
+        tier._max_bytes += len(record)
+        tier._on_change(digest)
+
+    patch.setattr(MemoryTier, "forget", forget)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_memory_holds_what_was_used_last(tmp_path: Path, seed: int) -> None:
+    use_memory(tmp_path / "tier", seed)
+
+
+@pytest.mark.parametrize(
+    ("plant", "complaint"),
+    [
+        (reuse_buffers, "content"),
+        (evict_the_newest, "places"),
+        (evict_without_a_report, "places"),
+        (lose_what_is_evicted, "places"),
+        (count_no_evicted_bytes, "bytes"),
+    ],
+)
+def test_a_bug_in_the_memory_tier_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], complaint: str
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match=complaint):
+        use_memory(tmp_path / "tier", 0)
+
+
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_memory_that_flips_or_holds_another_block_serves_nothing_wrong(tmp_path: Path, has_disk: bool) -> None:
     """Other salts and layouts cannot be in the same memory; here they are as if a digest had been mistaken."""
@@ -301,28 +425,38 @@ def write_garbage(rng: random.Random, file: Path, others: list[Path]) -> None:
 
 
 def forge(rng: random.Random, file: Path, others: list[Path]) -> None:
-    """A record with a valid checksum: of another salt, layout or block, or with other tokens."""
-    kind, digest = rng.randrange(4), bytes.fromhex(file.name)
-    tokens, payload = np.zeros(BLOCK_SIZE, np.uint32), np.frombuffer(rng.randbytes(40), np.uint8)
-    layout = rng.randbytes(16) if kind == 0 else LAYOUT
+    """A record with a valid checksum: of another revision, layout or salt, of another block or snapshot, or after other
+    tokens; committed by any process.
+    """
+    kind, digest, data = rng.randrange(4), bytes.fromhex(file.name), file.read_bytes()
+    num_words = STATE_ID_BYTES // 4 if len(data) == SNAPSHOT_BYTES else BLOCK_SIZE
+    num_bytes = max(0, len(data) - HEADER.size - 4 * num_words - CHECKSUM_BYTES)
+    words = np.frombuffer(data[HEADER.size :].ljust(4 * num_words, b"x"), np.uint32, num_words).copy()
+    if kind >= 2:
+        words[: rng.choice((1, num_words))] ^= np.uint32(rng.getrandbits(32))
+    layout = rng.choice((rng.randbytes(16), OTHER_REVISION)) if kind == 0 else LAYOUT
     named = rng.randbytes(16) if kind == 1 else bytes.fromhex(rng.choice(others).name) if kind == 2 else digest
-    head = HEADER.pack(MAGIC, BLOCK_SIZE, 40, block_key(named, layout), Origin(rng.getrandbits(64), 1).pack())
-    data = head + tokens.tobytes() + payload.tobytes()
+    head = HEADER.pack(MAGIC, num_words, num_bytes, block_key(named, layout), Origin(rng.getrandbits(64), 1).pack())
+    data = head + words.tobytes() + rng.randbytes(num_bytes)
     file.write_bytes(data + xxh3_128_digest(data))
 
 
 FAULTS = [flip_a_bit, truncate, extend, swap, zero_a_page, delete, put_a_folder, write_garbage, forge]
 
 
-def inject(folder: Path, num_faults: int, seed: int) -> tuple[int, int, int]:
-    """Blocks that were served right, missed and served wrong, under so many faults."""
-    rng, served = random.Random(seed), {True: 0, None: 0, False: 0}
+def inject(folder: Path, num_faults: int, seed: int) -> tuple[Counter[bool | None], Counter[bool | None]]:
+    """How many blocks, and snapshots, were served right (True), missed (None) and served wrong under so many faults."""
+    rng, blocks, snapshots = random.Random(seed), Counter[bool | None](), Counter[bool | None]()
+
+    def read(number: int) -> None:
+        (blocks if number < NUM_BLOCKS else snapshots)[tier.is_right(number)] += 1
+
     while num_faults:
-        tier = Tier(folder / str(num_faults))
+        tier = Tier(folder / str(num_faults), has_snapshots=True)
         tier.write()
         if rng.random() < 0.3:
             tier.store.close()
-            tier = Tier(folder / str(num_faults))
+            tier = Tier(folder / str(num_faults), has_snapshots=True)
         for _ in range(min(num_faults, rng.randint(1, 30))):
             num_faults -= 1
             files = [file for file in tier.files() if file.is_file()]
@@ -330,11 +464,11 @@ def inject(folder: Path, num_faults: int, seed: int) -> tuple[int, int, int]:
                 break
             rng.choice(FAULTS)(rng, rng.choice(files), files)
             if rng.random() < 0.5:
-                served[tier.is_right(rng.randrange(NUM_BLOCKS))] += 1
-        for block in range(NUM_BLOCKS):
-            served[tier.is_right(block)] += 1
+                read(rng.randrange(len(tier.digests)))
+        for number in range(len(tier.digests)):
+            read(number)
         tier.store.close()
-    return served[True], served[None], served[False]
+    return blocks, snapshots
 
 
 @pytest.mark.parametrize("num_faults", [500, pytest.param(10_000, marks=pytest.mark.deep)])
@@ -342,10 +476,10 @@ def test_no_injected_fault_makes_a_wrong_block(
     tmp_path: Path, num_faults: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, "worker_svc.kv_store")
-    right, missed, wrong = inject(tmp_path, num_faults, seed=num_faults)
-    assert wrong == 0
-    assert right > num_faults / 4
-    assert missed > num_faults / 4
+    for served, share in zip(inject(tmp_path, num_faults, seed=num_faults), (1 / 4, 1 / 12), strict=True):
+        assert served[False] == 0
+        assert served[True] > num_faults * share
+        assert served[None] > num_faults * share
 
 
 def test_the_injector_finds_a_tier_that_does_not_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,10 +487,9 @@ def test_the_injector_finds_a_tier_that_does_not_check(tmp_path: Path, monkeypat
     monkeypatch.setattr("worker_svc.kv_store.record.xxh3_128_digest", lambda data: bytes(16))
     monkeypatch.setattr("worker_svc.kv_store.record.block_key", lambda digest, layout: bytes(32))
     monkeypatch.setattr(
-        "worker_svc.kv_store.record.u32_to_bytes", lambda column: bytes(4 * BLOCK_SIZE)
+        "worker_svc.kv_store.record.u32_to_bytes", lambda column: bytes(4 * len(column))
     )  # nothing of the key or the tokens is compared
-    _, _, wrong = inject(tmp_path, 200, seed=1)
-    assert wrong > 0
+    assert all(served[False] > 0 for served in inject(tmp_path, 200, seed=1))
 
 
 def test_another_salt_revision_or_layout_is_a_miss(tier: Tier, tmp_path: Path) -> None:
