@@ -15,7 +15,7 @@ from request_fields.fields import StopCondition
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import CacheGroup, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import RowOptions, SequenceGroup
+from scheduler_svc.core.sequence import NO_FEATURES, Features, RowOptions, SequenceGroup
 from scheduler_svc.workers.wire import step_batch_to_proto
 from step_protocol.proto import batch_from_proto, output_from_proto, output_to_proto
 from tests.invariants import check_scheduler
@@ -101,12 +101,21 @@ class System:
         self._answers: dict[tuple[int, int], Answer] = {}
         self._step_ids = itertools.count(1)
 
-    def add(self, prompt: list[int], stop: StopCondition, n: int = 1, options: Any = None, **sampling: Any) -> int:
+    def add(
+        self,
+        prompt: list[int],
+        stop: StopCondition,
+        n: int = 1,
+        options: Any = None,
+        features: Features = NO_FEATURES,
+        **sampling: Any,
+    ) -> int:
         handle = next(self._handles)
         self.scheduler.add_group(
             SequenceGroup(
                 request_id=f"r{handle}", prompt=np.array(prompt, np.uint32), stop=stop, owner=0, handle=handle, n=n,
                 sampling=types_pb2.SamplingParams(**sampling), options=options or RowOptions(),
+                features=features,
             ),
             0.0,
         )  # fmt: skip

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
+from request_fields.fields import StopCondition
+from scheduler_svc.core.features.inputs import Inputs
+from scheduler_svc.core.sequence import Features
+from step_protocol.columns import u32_to_bytes
 from step_protocol.messages import ImageSpan, ImageWork, RowOpen
+from tests.carried import to_proto
+from tests.speculating import GivenDrafts, NoTimes, System
 from tests.unit.engine.driver import GREEDY, Driver, u32
 from tests.unit.engine.test_engine_recurrent import take
 from tests.unit.engine.vision_models import (
@@ -243,3 +250,27 @@ def test_a_model_without_a_tower_refuses_images(tmp_path):
     open_row(driver, 1, NONE)
     driver.step({1: 5})
     assert [error.message for error in driver.errors] == ["the row has images, but this worker's model takes none"]
+
+
+def add_scene(system, found, seed):
+    spans = u32(*(value for span in found.spans for value in (span.start, span.height, span.width)))
+    items, work = [to_proto(item) for item in found.inputs], [(span.start, 9) for span in found.spans]
+    features = Features(Inputs(items, sum(len(item.data) for item in items), u32_to_bytes(spans), work))
+    system.add(found.prompt, StopCondition(20, ignore_eos=True), features=features, seed=seed)
+
+
+def test_drafts_change_no_answer_to_images(folder):
+    """Right and wrong drafts behind prompts with and without images, in chunks, with hits and preemption."""
+    room = {"num_blocks": 24, "max_num_batched_tokens": 24, "max_model_len": 120, "dtype": "float32"}
+    runner = load(folder, **room, speculate="suffix", max_drafts=3)
+    expected = {}
+    runner._drafts._proposer = GivenDrafts(runner._rows, expected, 0.7)
+    runner._drafts._times = NoTimes()
+    plain, drafted = System(load(folder, **room)), System(runner)
+    for seed, found in product((1, 2), SCENES.values()):
+        add_scene(plain, found, seed)
+        add_scene(drafted, found, seed)
+    answers = [answer.token_ids for answer in plain.run().values()]
+    expected |= dict(zip([u32(*found.prompt).tobytes() for found in SCENES.values()], answers, strict=False))
+    assert [answer.token_ids for answer in drafted.run().values()] == answers
+    assert 0 < runner.draft_counts.accepted.sum() < runner.draft_counts.drafted.sum()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quire.v1.types_pb2 import LOGPROBS_MODE_PROCESSED, TokenIds
 from quire_client.demo import demo_model_dir
 from tokenizers import Tokenizer
 
@@ -44,6 +45,15 @@ FIELDS: tuple[dict[str, Any], ...] = (
     {"seed": 12, "speculative": False},
     {"seed": 13, "top_a": 0.2},
 )
+RARE: tuple[dict[str, Any], ...] = (
+    {"seed": 14, "json_object": True},
+    {"temperature": 0.0, "grammar": "start: WORD{6,8}\nWORD: /[a-z]{2,3} /\n"},
+    {"seed": 15, "options": RowOptions(bad_words_ids=[TokenIds(ids=[300]), TokenIds(ids=[301, 302])])},
+    {"seed": 16, "logprobs_mode": LOGPROBS_MODE_PROCESSED, "top_k": 5, "options": RowOptions(logprobs=2)},
+    {"seed": 17, "logits_digests": True, "options": RowOptions(logprobs=0)},
+    {"seed": 18, "num_forced_tokens": 4, "options": RowOptions(logprobs=0)},
+)
+REQUESTS = (*FIELDS, *FIELDS[: len(FIELDS) - len(RARE)], *RARE)
 ROOM = {"block_size": 8, "max_num_seqs": 48, "max_num_batched_tokens": 96, "max_model_len": 160, "threads": 1}
 
 
@@ -68,7 +78,7 @@ def prompts() -> list[list[int]]:
     """Some share a prefix, some repeat themselves."""
     encode = Tokenizer.from_file(str(demo_model_dir() / "tokenizer.json")).encode
     texts = [f"Return the number of items in {name}. " * (1 + i % 3) for i, name in enumerate(("a list", "a set"))]
-    return [encode(texts[i % 2] + f"What is {i // 4}? " * (i % 4)).ids for i in range(2 * len(FIELDS))]
+    return [encode(texts[i % 2] + f"What is {i // 4}? " * (i % 4)).ids for i in range(len(REQUESTS))]
 
 
 def make_runner(models: Path, numbers: str, prefix: str, **settings: Any) -> ModelRunner:
@@ -83,7 +93,7 @@ def answers_of(runner: ModelRunner, depth: int) -> list[Answer]:
         stop = StopCondition(
             24 + i % 5, frozenset(range(300, 900)) if i % 7 == 1 else frozenset(), ignore_eos=i % 3 == 0
         )
-        system.add(prompt, stop, **FIELDS[i % len(FIELDS)])
+        system.add(prompt, stop, **REQUESTS[i])
     return list(system.run().values())
 
 
