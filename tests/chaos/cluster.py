@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from quire.v1 import types_pb2
 from quire_client import AsyncClient
 from quire_client.demo import demo_model_dir
 
+from tests.chaos.parameters import ADAPTER
 from tests.processes.redis_server import RedisServer
 from tests.processes.stack import Service, Stack
 
@@ -41,8 +43,9 @@ CHANNEL_OPTIONS = [
 GATEWAY_FLAGS = ("--drain-timeout-s", "1", "--scheduler-patience-s", "60")
 SCHEDULER_FLAGS = ("--heartbeat-timeout-s", "2", "--gateway-heartbeat-s", "0.5", "--drain-timeout-s", "1")
 STALL_TIMEOUT_S = 1.5
+HOST_MEMORY = "4M"  # evicts to the files below it
 WORKER_FLAGS = (
-    *("--dtype", "float32", "--num-blocks", "1536", "--drain-timeout-s", "15"),
+    *("--dtype", "float32", "--num-blocks", "768", "--drain-timeout-s", "15"),
     *("--max-num-seqs", "64", "--max-num-batched-tokens", "256"),
 )
 
@@ -50,8 +53,11 @@ WORKER_FLAGS = (
 class Cluster:
     """Owns the processes. Leaving the block ends them."""
 
-    def __init__(self, folder: Path, *, gateways: int, schedulers: int, workers: int, executor: str) -> None:
+    def __init__(
+        self, folder: Path, *, gateways: int, schedulers: int, workers: int, executor: str, model: str = "demo"
+    ) -> None:
         self.model_dir = demo_model_dir()
+        self._model = model
         self.redis = RedisServer(folder)
         self._stack = Stack(folder)
         self._sizes = {"gateway": gateways, "scheduler": schedulers, "worker": workers}
@@ -74,26 +80,40 @@ class Cluster:
     def _start(self) -> None:
         self.redis.start()
         index = ("--redis", self.redis.url)
+        flags_of = self._sim_flags if self._executor == "sim" else self._cpu_flags()
         schedulers = [self._stack.start_scheduler(*index, *SCHEDULER_FLAGS) for _ in range(self._sizes["scheduler"])]
         own = [word for scheduler in schedulers[1:] for word in ("--scheduler", scheduler.address)]
-        own += ["--executor", "sim"] if self._executor == "sim" else []
         workers = [
-            self._stack.start_worker(schedulers[0], self.model_dir, *WORKER_FLAGS, *own, *self._own_flags(number))
+            self._stack.start_worker(
+                schedulers[0], self.model_dir, *WORKER_FLAGS, *own, *self._tiers(number), *flags_of(number)
+            )
             for number in range(self._sizes["worker"])
         ]
         flags = (*index, *GATEWAY_FLAGS)
         gateways = [self._stack.start_gateway(*schedulers, flags=flags) for _ in range(self._sizes["gateway"])]
         self.members = {"gateway": gateways, "scheduler": schedulers, "worker": workers}
 
-    def _own_flags(self, number: int) -> tuple[str, ...]:
-        """Blocks move: a worker that is back reads its files, one that drains sends its streams' blocks ahead. Each
-        worker proposes drafts in its own way, or none.
-        """
-        folder = self._stack.folder / f"tier-{number}"
-        moves = ("--kv-transfer", "--kv-disk", str(folder), "--kv-disk-size", "128M")
-        proposers = ("suffix", None) if self._executor == "sim" else ("suffix", f"draft:{self.model_dir}", None)
-        proposer = proposers[number % len(proposers)]
-        return moves if proposer is None else (*moves, "--speculate", proposer)
+    def _tiers(self, number: int) -> tuple[str, ...]:
+        """Blocks move: a worker that is back reads its files, one that drains sends its streams' blocks ahead."""
+        disk = ("--kv-disk", str(self._stack.folder / f"tier-{number}"), "--kv-disk-size", "128M")
+        return ("--kv-transfer", *disk, *(("--kv-host-memory", HOST_MEMORY) if number % 2 == 0 else ()))
+
+    def _sim_flags(self, number: int) -> tuple[str, ...]:
+        return ("--executor", "sim", *(("--speculate", "suffix") if number % 2 == 0 else ()))
+
+    def _cpu_flags(self) -> Callable[[int], tuple[str, ...]]:
+        """Each worker proposes drafts in its own way, or none."""
+        from tests.chaos.models import write_model  # imports transformers, which simulated runs do without
+
+        model = write_model(self._stack.folder, self._model)
+        self.model_dir = model.folder
+        own = "--adapter-dir", str(model.adapter.parent), "--adapter", f"{ADAPTER}={model.adapter}"
+
+        def flags(number: int) -> tuple[str, ...]:
+            proposer = model.proposers[number % len(model.proposers)]
+            return own if proposer is None else (*own, "--speculate", proposer)
+
+        return flags
 
     @property
     def services(self) -> list[Service]:

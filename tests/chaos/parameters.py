@@ -26,6 +26,7 @@ LONG_SCHEMA = {
 }
 LONG_REGEX = r"([a-z]{2,9} ){30,40}end"
 LONG_GRAMMAR = 'start: line{20,24}\nline: WORD "=" NUMBER "\\n"\nWORD: /[a-z]{3,8}/\nNUMBER: /[0-9]{1,4}/\n'
+ADAPTER = "lora"
 CHOICES = tuple(f"{word} {'and so on ' * 20}" for word in ("alpha", "beta", "gamma"))
 
 
@@ -69,6 +70,7 @@ PARAMETERS = (
     Parameter("length_penalty", lambda rng, _: {"beam_width": 2, "length_penalty": rng.uniform(-1, 2)}, True),
     Parameter("early_stopping", lambda rng, _: {"beam_width": 2, "early_stopping": rng.choice((True, "never"))}, True),
     Parameter("truncate_prompt_tokens", lambda rng, _: {"truncate_prompt_tokens": rng.randint(8, 40)}),
+    Parameter("adapter", lambda rng, _: {"adapter": ADAPTER}),
     Parameter("skip_special_tokens", lambda rng, _: {"skip_special_tokens": False}),
 )
 # The other options, with the reason why the workload does not draw them from the table above.
@@ -76,7 +78,6 @@ NOT_DRAWN = {
     "session_id": "tests/processes/test_sessions.py kills workers between turns",
     "session_sample": "of a request with session_id",
     "conversation": "changes no token",
-    "adapter": "tests/processes/test_adapters.py kills processes that serve adapters",
     "temperature": "drawn for every request by workload.py",
     "seed": "drawn for every sampled request by workload.py",
     "n": "drawn for every sampled request by workload.py",

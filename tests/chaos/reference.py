@@ -29,7 +29,7 @@ class Source(Protocol):
 
 
 class UndisturbedStack:
-    """The services themselves, while there are no faults."""
+    """The services themselves, while there are no faults, without drafts."""
 
     parameters: Sequence[Parameter] = served_parameters()
 
@@ -39,7 +39,7 @@ class UndisturbedStack:
 
     async def answers(self, request: Request) -> Answers:
         async with self._at_once:
-            return answers_of(await self._client.generate(**request.prompt, **request.options))
+            return answers_of(await self._client.generate(**request.prompt, **request.options, speculative=False))
 
 
 class SimRule:

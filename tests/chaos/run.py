@@ -29,6 +29,7 @@ from tests.chaos.streams import StreamLoad
 
 PROGRESS_S = 5.0
 MIN_FAULTS = 14  # one fault of each kind and action
+MODELS = ("demo", "heads", "recurrent")  # random weights but for the first one
 END_DEADLINE_S = 120.0  # for streams and faults that are still running when the time is over
 
 
@@ -39,6 +40,7 @@ class Settings:
     seconds: float = 300.0
     seed: int = 0
     executor: str = "cpu"
+    model: str = "demo"
     streams: int = 0
     lanes: int = 24
     requests: int = 40
@@ -80,6 +82,7 @@ def parse_arguments() -> tuple[Settings, bool]:
     )
     parser.add_argument("--seed", type=int, default=default.seed, help="seed of requests and faults (0)")
     parser.add_argument("--executor", choices=("cpu", "sim"), default="cpu", help="executor of the workers (cpu)")
+    parser.add_argument("--model", choices=MODELS, default="demo", help="model of --executor cpu (demo)")
     parser.add_argument(
         "--streams",
         type=int,
@@ -106,7 +109,7 @@ async def run(settings: Settings, folder: Path) -> Report:
     """One run from the start of the processes to their end. Logs go to `folder`."""
     sizes = {"gateways": settings.gateways, "schedulers": settings.schedulers, "workers": settings.workers}
     say(f"starting {', '.join(f'{n} {kind}' for kind, n in sizes.items())} and redis; logs in {folder}")
-    with Cluster(folder, executor=settings.executor, **sizes) as cluster:
+    with Cluster(folder, executor=settings.executor, model=settings.model, **sizes) as cluster:
         async with await cluster.connect() as client:
             is_sim = settings.executor == "sim"
             source: Source = SimRule(client, cluster.model_dir) if is_sim else UndisturbedStack(client)
@@ -154,6 +157,7 @@ async def disturb(
     facts: dict[str, object] = {
         "seed": settings.seed,
         "executor": settings.executor,
+        "model": settings.model,
         "seconds": round(asyncio.get_running_loop().time() - began, 1),
     }
     return Report(finished, saboteur.strikes, memory_before, cluster.memory_mib(), problems, began, facts)

@@ -44,10 +44,12 @@ async def test_many_simulated_streams(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("executor", ["cpu", "sim"])
+@pytest.mark.parametrize(
+    ("executor", "model"), [("sim", "demo"), ("cpu", "demo"), ("cpu", "heads"), ("cpu", "recurrent")]
+)
 @pytest.mark.parametrize("seed", range(3))
-async def test_long_runs(tmp_path: Path, seed: int, executor: str) -> None:
-    check(await run(Settings(seconds=300, seed=seed, executor=executor), tmp_path))
+async def test_long_runs(tmp_path: Path, seed: int, executor: str, model: str) -> None:
+    check(await run(Settings(seconds=300, seed=seed, executor=executor, model=model), tmp_path))
 
 
 def test_no_process_outlives_a_killed_runner(tmp_path: Path) -> None:
