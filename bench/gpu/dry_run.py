@@ -108,7 +108,7 @@ class Recorder:
         self._device = device
         self.compiled: list[str] = []
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+    def record(self, step: Callable[[], None], *, while_serving: bool = False) -> Callable[[], None]:
         before = len(self._device.loaded)
         step()
         self.compiled += self._device.loaded[before:]
