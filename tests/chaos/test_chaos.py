@@ -66,6 +66,5 @@ def test_no_process_outlives_a_killed_runner(tmp_path: Path) -> None:
     finally:
         runner.kill()
         runner.wait()
-    gone, alive = psutil.wait_procs(children, timeout=60.0)
+    _, alive = psutil.wait_procs(children, timeout=60.0)
     assert not alive
-    assert len(gone) == 8
