@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from quire_client.demo import demo_model_dir
 
+from tests.chaos.parameters import ADAPTER
 from tests.chaos.reference import answers_of
 from tests.chaos.workload import Request, make_requests
 from tests.processes.stack import Stack
+from tests.unit.engine.adapters import ATTENTION, make_adapter
 
 ROWS = 64
 MAX_TOKENS = 48  # short, because every request runs twice
@@ -32,7 +34,8 @@ def rows(vocab_size: int) -> list[Request]:
 async def test_rows_of_one_batch_do_not_change_each_other(tmp_path: Path) -> None:
     with Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler()
-        stack.start_worker(scheduler, demo_model_dir(), *FLAGS)
+        adapter = make_adapter(demo_model_dir(), tmp_path / ADAPTER, target_modules=ATTENTION)
+        stack.start_worker(scheduler, demo_model_dir(), *FLAGS, "--adapter", f"{ADAPTER}={adapter}")
         gateway = stack.start_gateway(scheduler)
         async with await stack.connect(gateway) as client:
             requests = rows((await client.model()).vocab_size)
