@@ -171,8 +171,15 @@ class GenerationPipeline:
                     submission.send()
                 answer.begin(source_of(submission.request, plan), stream.meter, recording)
                 while not answer.is_over:
+                    last = None
                     for message in await answer.next_messages():
-                        yield message
+                        if last is not None:
+                            yield last
+                        last = message
+                    if answer.is_over and recording is not None:  # its end may be continued at once
+                        await self.recorder.finish(recording)
+                    if last is not None:
+                        yield last
 
     async def _continued(self, call: GenerationCall) -> tuple[pb.GenerateRequest, SessionBase, Grammar | None]:
         """A request with the values of its session, what it continues, and its grammar."""

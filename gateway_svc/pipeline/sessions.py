@@ -34,7 +34,7 @@ from svc_common.errors import NotConfiguredError, OverloadedError, UnavailableEr
 MAX_FORKS = 64
 MAX_PINS = 1000  # of one owner
 MAX_PIN_S = 604_800.0
-POLL_S = 0.02  # of the lease, while the end of a session's output is being stored
+POLL_S = 0.02  # of the lease, while a session is computed
 ID_BYTES = 12
 
 
@@ -72,9 +72,7 @@ class Sessions:
         return join_prompts(request, base, before, own)
 
     async def _load_ended(self, session_id: str) -> StoredRecord:
-        """The record of a session whose output is not computed now. The end of an output is stored a little later than
-        its client gets it, possibly by another gateway.
-        """
+        """The record of a session whose output is not computed now, by any gateway."""
         record = await self._load(session_id)
         if not record.has_run or record.is_finished:
             return record

@@ -131,8 +131,9 @@ class OutputRecorder:
         self._open.append(recording)
         self._wake.set()
 
-    async def finished(self, recording: Recording) -> None:
-        """Wait until the end of a closed recording was written, or could not be written."""
+    async def finish(self, recording: Recording) -> None:
+        """End a recording, and wait until its end was written, or could not be written."""
+        recording.close()
         while recording in self._open:
             await self._written.wait()
 

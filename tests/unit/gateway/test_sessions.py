@@ -4,10 +4,11 @@ prompt, seed, sample and position, as those of workers.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -302,6 +303,19 @@ async def test_a_new_turn_waits_for_the_end_of_the_one_before(served: Served, mo
     assert "is being computed" in str(error.details())
     assert len(loads) == 1, "while it waits, it reads the lease only"
     call.cancel()
+
+
+async def test_an_answer_ends_when_its_record_has_the_end(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = RecordStore.write
+
+    async def late(self: RecordStore, updates: Sequence[Update]) -> list[bool]:
+        await asyncio.sleep(0.05)
+        return await write(self, updates)
+
+    monkeypatch.setattr(RecordStore, "write", late)
+    await served.ask(request_id="a", prompt=tokens(*PROMPT))
+    got = await served.sessions.GetSession(spb.GetSessionRequest(session_id="a"))
+    assert [(s.num_tokens, s.is_finished) for s in got.session.samples] == [(8, True)]
 
 
 async def test_sessions_are_listed_and_a_turn_takes_the_place_of_the_one_before(served: Served) -> None:
