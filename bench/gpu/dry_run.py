@@ -42,6 +42,7 @@ from step_protocol.messages import (
 )
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu import check, loading, runner
+from worker_svc.engine.gpu.kernels.forms import Forms
 from worker_svc.engine.gpu.start import compilation, memory, setup
 
 KINDS: list[dict[str, Any]] = [
@@ -126,6 +127,13 @@ def measure(config: EngineConfig, compute: Any, device: torch.device) -> tuple[i
     return 0, 1
 
 
+def launch_alone(
+    start: check.StartCheck, chosen: Forms, *, launch: Any = check.StartCheck._depends_on_other_rows
+) -> bool:
+    launch(start, chosen)
+    return False
+
+
 @contextmanager
 def without_gpu(recorder: Recorder) -> Iterator[None]:
     """Engines that are made here start as on a GPU."""
@@ -135,7 +143,8 @@ def without_gpu(recorder: Recorder) -> Iterator[None]:
         mock.patch.object(loading, "make_recorder", return_value=recorder),
         mock.patch.object(memory, "_measure", measure),
         mock.patch.object(setup.Setup, "is_compiled", True),
-        mock.patch.object(check, "difference", return_value=None),  # nothing is computed
+        mock.patch.object(check.Comparison, "call", Forms.call),  # nothing is computed, so nothing is compared
+        mock.patch.object(check.StartCheck, "_depends_on_other_rows", launch_alone),
     ):
         yield
 

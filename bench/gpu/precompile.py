@@ -7,6 +7,7 @@ later sections and the workers share.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -122,6 +123,7 @@ def list_kernels(program: Callable[[], None]) -> set[Kernel]:
     """What the program would compile."""
     with compilation.collecting() as launches, listing(driver.active.get_current_target().arch):
         program()
+    gc.collect()  # engines are in cycles
     return {(launch.kernel.module, launch.name, launch.specialization) for launch in launches}
 
 

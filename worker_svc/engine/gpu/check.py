@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from request_fields.fields import sampling_params
-from step_protocol.messages import NO_RULES, Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch, TokenRules
+from step_protocol.messages import EMPTY, NO_RULES, Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.gpu.attention.paged import Attention, TorchAttention
@@ -263,11 +263,13 @@ class StartCheck:
 
     def _logprobs(self, rows: list[Row]) -> dict[Row, np.ndarray[Any, Any]]:
         opens = [replace(self._open(row), logprobs=NUM_LOGPROBS) for row in rows]
-        columns = self._step(opens, {row: range(row.prompt_len) for row in rows}).logprobs
+        output = self._step(opens, {row: range(row.prompt_len) for row in rows})
         self._step([], {}, rows)
-        if columns is None:
+        if output.logprobs is None and not output.errors:
             raise RuntimeError("a step returned no log probabilities: a bug in the engine")
-        return dict(zip(rows, np.split(columns.logprobs, np.cumsum(columns.lens)[:-1]), strict=True))
+        lens, values = ([], EMPTY) if output.logprobs is None else (output.logprobs.lens, output.logprobs.logprobs)
+        found = dict(zip(output.rows.tolist(), np.split(values, np.cumsum(lens)[:-1]), strict=False))
+        return {row: found.get(row.number, EMPTY) for row in rows}  # a row with NaN has none
 
     def _step(self, opens: list[RowOpen], computed: dict[Row, range], closes: list[Row] | None = None) -> Any:
         slots = [row.slots(positions, self._setup.config.block_size) for row, positions in computed.items()]
