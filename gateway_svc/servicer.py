@@ -35,6 +35,7 @@ from gateway_svc.schedulers.submitter import PrefixReader, Submitter
 from svc_common.observe.tracing import HEADER, current_traceparent
 
 Context = grpc.aio.ServicerContext[Any, Any]
+MAX_SHOWN_OWNERS = 20
 
 
 class InferenceServicer(InferenceServiceServicer):
@@ -155,9 +156,13 @@ class InferenceServicer(InferenceServiceServicer):
     async def full_status(self) -> pb.GetStatusResponse:
         """The current state of every scheduler. A scheduler that does not answer is reported as not connected."""
         asked = asyncio.gather(*(client.get_status() for client in self._directory.clients))
-        schedulers, num_pinned = await asyncio.gather(asked, self.generation.sessions.num_pinned())
+        schedulers, pinned = await asyncio.gather(asked, self.generation.sessions.num_pinned())
+        most = sorted((pinned or {}).items(), key=lambda pair: (-pair[1], pair[0]))[:MAX_SHOWN_OWNERS]
         return pb.GetStatusResponse(
-            schedulers=schedulers, open_streams=len(self.generation.streams), pinned_sessions=num_pinned
+            schedulers=schedulers,
+            open_streams=len(self.generation.streams),
+            pinned_sessions=None if pinned is None else sum(pinned.values()),
+            pins_by_owner=[pb.OwnerPins(owner=owner, num_sessions=num_sessions) for owner, num_sessions in most],
         )
 
 

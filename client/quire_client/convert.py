@@ -162,7 +162,8 @@ def models(response: pb.ListModelsResponse) -> tuple[ModelInfo, ...]:
 def status(response: pb.GetStatusResponse) -> Status:
     pinned = response.pinned_sessions if response.HasField("pinned_sessions") else None
     schedulers = tuple(scheduler_status(s) for s in response.schedulers)
-    return Status(schedulers, response.open_streams, response.is_summary, pinned)
+    owners = {pins.owner: pins.num_sessions for pins in response.pins_by_owner}
+    return Status(schedulers, response.open_streams, response.is_summary, pinned, owners)
 
 
 def scheduler_status(message: pb.SchedulerStatus) -> SchedulerStatus:

@@ -441,6 +441,7 @@ class Status(Result):
     open_streams: int
     is_summary: bool = False  # only `model` and `connected` of each scheduler are known
     pinned_sessions: int | None = None  # of all owners; None: the gateway keeps no records, or cannot read them now
+    pins_by_owner: dict[str, int] = field(default_factory=dict)  # of the owners that have the most, at most 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ class ConsoleState:
             "time": time.time(),
             "open_streams": status.open_streams,
             "pinned_sessions": status.pinned_sessions if status.HasField("pinned_sessions") else None,
+            "pins_by_owner": [_plain(pins) for pins in status.pins_by_owner],
             "schedulers": schedulers,
         }
         return json.dumps(state, separators=(",", ":")).encode()

@@ -122,8 +122,7 @@ class Sessions:
             raise invalid("ttl_s", f"is {ttl_s}; must be from 0 to {MAX_PIN_S:.0f}")
         async with self._admission.call():
             record = await self._load(session_id)
-            owner = current_caller.get().owner
-            if not await self._records().pin(owner, record.record_id, ttl_s, MAX_PINS):
+            if not await self._records().pin(record.record_id, ttl_s, MAX_PINS):
                 raise OverloadedError(
                     f"{MAX_PINS} sessions are pinned, or those of a gateway without Redis need half of its "
                     "--record-memory; end a pin with ttl_s 0",
@@ -131,8 +130,8 @@ class Sessions:
                 )
             return await self._describe(record, session_id)
 
-    async def num_pinned(self) -> int | None:
-        """Pinned sessions of all owners; None if it is not known. Raises nothing."""
+    async def num_pinned(self) -> dict[str, int] | None:
+        """Pinned sessions of each owner that has any; None if it is not known. Raises nothing."""
         try:
             return await self._records().num_pinned()
         except (NotConfiguredError, UnavailableError):

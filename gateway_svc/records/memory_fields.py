@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gateway_svc.records.store import END, LEASE_S, MAX_BYTES, MAX_LISTED, TTL_S, Lifetime, Update
+from gateway_svc.records.store import END, LEASE_S, MAX_BYTES, MAX_LISTED, TTL_S, Lifetime, Update, owner_of
 from svc_common.errors import OverloadedError
 
 
@@ -19,7 +19,6 @@ class _Record:
     expires_at: float
     size: int = 0
     pinned_until: float = 0.0
-    owner: str = ""  # of the pin
 
 
 class MemoryFields:
@@ -108,21 +107,25 @@ class MemoryFields:
         record = self._find(record_id)
         return record is not None and record.lease_until > self._clock()
 
-    async def pin(self, owner: str, record_id: str, ttl_s: float, limit: int) -> bool:
+    async def pin(self, record_id: str, ttl_s: float, limit: int) -> bool:
         record, now = self._find(record_id), self._clock()
         if record is None:
             return True
-        pinned = [one for one in self._records.values() if one is not record and one.pinned_until > now]
-        is_full = record.size + sum(one.size for one in pinned) > self._total_bytes // 2
-        if ttl_s and (is_full or sum(one.owner == owner for one in pinned) >= limit):
+        others = {name: one for name, one in self._pinned() if one is not record}
+        is_full = record.size + sum(one.size for one in others.values()) > self._total_bytes // 2
+        num_pins = sum(owner_of(name) == owner_of(record_id) for name in others)
+        if ttl_s and (is_full or num_pins >= limit):
             return False
-        record.owner, record.pinned_until = owner, now + ttl_s if ttl_s else 0.0
+        record.pinned_until = now + ttl_s if ttl_s else 0.0
         self._touch(record_id, record, record.lease_until - now)
         return True
 
-    async def num_pinned(self) -> int:
+    async def num_pinned(self) -> dict[str, int]:
+        return Counter(owner_of(name) for name, _ in self._pinned())
+
+    def _pinned(self) -> list[tuple[str, _Record]]:
         now = self._clock()
-        return sum(one.pinned_until > now for one in self._records.values())
+        return [(name, record) for name, record in self._records.items() if record.pinned_until > now]
 
     async def lifetimes(self, record_ids: Sequence[str]) -> list[Lifetime | None]:
         now, found = self._clock(), [self._find(record_id) for record_id in record_ids]
@@ -178,7 +181,7 @@ class MemoryFields:
     def _remove(self, record_id: str) -> None:
         record = self._records.pop(record_id, None)
         self._size -= record.size if record else 0
-        owner = record_id.rpartition("/")[0]
+        owner = owner_of(record_id)
         ids = self._lists.get(owner, {})
         if ids.pop(record_id, 0) is None and not ids:
             del self._lists[owner]

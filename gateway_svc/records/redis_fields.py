@@ -3,8 +3,9 @@
 <namespace>:record:<id>   the fields of store.py, and
   run, lease, size        run that writes the record, end of its lease (ms, server's clock), bytes of all values
   keep                    end of its pin (ms)
-<namespace>:pinned, <namespace>:pins:<owner>, <namespace>:sessions:<owner>
+<namespace>:pins:<owner>, <namespace>:sessions:<owner>
                           sorted sets of record ids: by the end of the pin, and by the time when a session was listed
+<namespace>:pinning       sorted set of owners that have pins, by the end of the last one
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway_svc.records.store import LEASE_S, MAX_BYTES, MAX_LISTED, TTL_S, Lifetime, Update
+from gateway_svc.records.store import LEASE_S, MAX_BYTES, MAX_LISTED, TTL_S, Lifetime, Update, owner_of
 from svc_common.errors import UnavailableError
 from svc_common.redis.connect import call_errors, connect
 from svc_common.redis.server import Availability, RedisServer
@@ -63,28 +64,31 @@ if redis.call('EXISTS', KEYS[1]) == 0 then return false end
 redis.call('HSETNX', KEYS[1], 'object', ARGV[1])
 expire(ARGV[2])
 return redis.call('HGET', KEYS[1], 'object')"""
-# KEYS: record, pins of its owner, pins of all owners. ARGV: id, time of the pin in ms (0 ends it), time to live in ms,
-# limit of pins. Returns 0 if the owner has as many other pins.
+# KEYS: record, pins of its owner, owners with pins. ARGV: id, time of the pin in ms (0 ends it), time to live in ms,
+# limit of pins, owner. Returns 0 if the owner has as many other pins.
 PIN = f"""{NOW}
 if redis.call('EXISTS', KEYS[1]) == 0 then return 1 end
 redis.call('ZREMRANGEBYSCORE', KEYS[2], 0, now)
-redis.call('ZREM', KEYS[2], ARGV[1])
-redis.call('ZREM', KEYS[3], ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[3], 0, now)
 local pin = tonumber(ARGV[2])
-if pin > 0 then
-  if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[4]) then return 0 end
-  for _, pins in ipairs({{KEYS[2], KEYS[3]}}) do
-    redis.call('ZADD', pins, now + pin, ARGV[1])
-    redis.call('PEXPIRE', pins, math.max(pin, redis.call('PTTL', pins)))
+local others = redis.call('ZCARD', KEYS[2]) - (redis.call('ZSCORE', KEYS[2], ARGV[1]) and 1 or 0)
+if pin == 0 then
+  redis.call('ZREM', KEYS[2], ARGV[1])
+elseif others >= tonumber(ARGV[4]) then
+  return 0
+else
+  redis.call('ZADD', KEYS[2], now + pin, ARGV[1])
+  redis.call('ZADD', KEYS[3], 'GT', now + pin, ARGV[5])
+  for _, ends in ipairs({{KEYS[2], KEYS[3]}}) do
+    redis.call('PEXPIRE', ends, math.max(pin, redis.call('PTTL', ends)))
   end
 end
 redis.call('HSET', KEYS[1], 'keep', pin > 0 and now + pin or 0)
 expire(ARGV[3])
 return 1"""
-# KEYS: pins of all owners. Returns their number.
+# KEYS: pins of an owner. Returns their number.
 NUM_PINNED = f"""{NOW}
-redis.call('ZREMRANGEBYSCORE', KEYS[1], 0, now)
-return redis.call('ZCARD', KEYS[1])"""
+return redis.call('ZCOUNT', KEYS[1], now, '+inf')"""
 # KEYS: list of an owner. ARGV: id, another id, largest number of ids, time to live in ms.
 ENLIST = f"""{NOW}
 redis.call('ZREM', KEYS[1], ARGV[2])
@@ -111,7 +115,7 @@ class RedisFields:
         self._server = Availability("request records are kept")
         self._prefix = f"{namespace}:record:"
         self._pins, self._lists = f"{namespace}:pins:", f"{namespace}:sessions:"
-        self._all_pins = f"{namespace}:pinned"
+        self._owners = f"{namespace}:pinning"
         self._ttl_ms = int(ttl_s * 1000)
         self._timeout_s = timeout_s
         self._lease_ms = int(lease_s * 1000)
@@ -156,7 +160,7 @@ class RedisFields:
     async def delete(self, record_id: str) -> bool:
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.delete(self._key(record_id))
-        pipeline.zrem(self._all_pins, record_id)
+        pipeline.zrem(self._pins + owner_of(record_id), record_id)
         return bool((await self._call(pipeline.execute()))[0])
 
     async def load(self, record_id: str) -> tuple[Mapping[str, bytes], bool]:
@@ -174,13 +178,19 @@ class RedisFields:
         lease, now = await self._call(pipeline.execute())
         return int(lease or b"0") > _ms(now)
 
-    async def pin(self, owner: str, record_id: str, ttl_s: float, limit: int) -> bool:
-        keys = self._key(record_id), self._pins + owner, self._all_pins
-        call = self._redis.eval(PIN, 3, *keys, record_id, int(ttl_s * 1000), self._ttl_ms, limit)
+    async def pin(self, record_id: str, ttl_s: float, limit: int) -> bool:
+        owner = owner_of(record_id)
+        keys = self._key(record_id), self._pins + owner, self._owners
+        call = self._redis.eval(PIN, 3, *keys, record_id, int(ttl_s * 1000), self._ttl_ms, limit, owner)
         return bool(await self._call(call))
 
-    async def num_pinned(self) -> int:
-        return int(await self._call(self._redis.eval(NUM_PINNED, 1, self._all_pins)))
+    async def num_pinned(self) -> dict[str, int]:
+        owners = [owner.decode() for owner in await self._call(self._redis.zrange(self._owners, 0, -1))]
+        pipeline = self._redis.pipeline(transaction=False)
+        for owner in owners:
+            pipeline.eval(NUM_PINNED, 1, self._pins + owner)
+        counts = await self._call(pipeline.execute())
+        return {owner: count for owner, count in zip(owners, counts, strict=True) if count}
 
     async def lifetimes(self, record_ids: Sequence[str]) -> list[Lifetime | None]:
         pipeline = self._redis.pipeline(transaction=False)

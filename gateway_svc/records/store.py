@@ -83,6 +83,11 @@ class Lifetime(NamedTuple):
     pinned_for_s: float
 
 
+def owner_of(record_id: str) -> str:
+    """The owner in the id of a record, OWNER/request_id; empty if callers are not identified."""
+    return record_id.rpartition("/")[0]
+
+
 class RecordFields(Protocol):
     """Stores the fields of records. Methods raise UnavailableError if the storage does not answer.
 
@@ -115,11 +120,11 @@ class RecordFields(Protocol):
     async def has_run(self, record_id: str) -> bool:
         """Whether a run has a lease of the record. Reads nothing else."""
 
-    async def pin(self, owner: str, record_id: str, ttl_s: float, limit: int) -> bool:
-        """Keep a record for at least this time. False if the owner has `limit` other pinned records."""
+    async def pin(self, record_id: str, ttl_s: float, limit: int) -> bool:
+        """Keep a record for at least this time. False if its owner has `limit` other pinned records."""
 
-    async def num_pinned(self) -> int:
-        """Pinned records of all owners."""
+    async def num_pinned(self) -> dict[str, int]:
+        """Pinned records of each owner that has any."""
 
     async def lifetimes(self, record_ids: Sequence[str]) -> list[Lifetime | None]:
         """When each record ends; None for one that does not exist."""

@@ -295,13 +295,14 @@ async def test_a_pin_outlives_the_time_to_live_also_after_later_writes(make_stor
     store = make_store(ttl_s=1.0)
     for name in ("mine/a", "mine/b"):
         await store.create(name, CONTENT, "run")
-        assert await store.pin("mine", name, 100.0, 2)
+        assert await store.pin(name, 100.0, 2)
     await store.write([Update("mine/a", "run", {(0, 0): column(1)}, releases=True)])
-    assert not await store.pin("mine", "mine/a", 100.0, 1), "mine/b is pinned"
-    assert await store.pin("other", "mine/a", 100.0, 1), "another owner's pins do not count"
-    assert await store.num_pinned() == 2
-    assert await store.pin("mine", "mine/b", 0.0, 1)
-    assert await store.num_pinned() == 1
+    assert not await store.pin("mine/a", 100.0, 1), "mine/b is pinned"
+    await store.create("other/a", CONTENT, "run")
+    assert await store.pin("other/a", 100.0, 1), "another owner's pins do not count"
+    assert await store.num_pinned() == {"mine": 2, "other": 1}
+    assert await store.pin("mine/b", 0.0, 1)
+    assert await store.num_pinned() == {"mine": 1, "other": 1}
     async with asyncio.timeout(TIMEOUT_S):
         while await store.load("mine/b") is not None:  # noqa: ASYNC110  (it expires without an event)
             await asyncio.sleep(0.05)
@@ -311,7 +312,9 @@ async def test_a_pin_outlives_the_time_to_live_also_after_later_writes(make_stor
     assert a.expires_in_s >= a.pinned_for_s > 90
     assert await outputs(store, "mine/a") == [[1], []]
     assert await store.delete("mine/a")
-    assert await store.num_pinned() == 0
+    assert await store.num_pinned() == {"other": 1}
+    await store.create("mine/c", CONTENT, "run")
+    assert await store.pin("mine/c", 100.0, 1), "the pin of a deleted record does not count"
 
 
 async def test_a_copy_has_the_output_and_the_ends_but_no_run(make_store: MakeStore) -> None:

@@ -92,8 +92,7 @@ def status_text(status: Status) -> str:
     if status.is_summary:
         return summary_text(status)
     parts = [scheduler_text(scheduler) for scheduler in status.schedulers] or ["no scheduler is configured"]
-    pinned = "" if status.pinned_sessions is None else f", pinned sessions: {status.pinned_sessions}"
-    return "\n\n".join([*parts, f"open streams: {status.open_streams}{pinned}"])
+    return "\n\n".join([*parts, f"open streams: {status.open_streams}{_pinned(status)}"])
 
 
 def rates_text(rates: Rates) -> str:
@@ -138,6 +137,13 @@ def scheduler_text(scheduler: SchedulerStatus) -> str:
     lines += [f"  {line}" for line in table(headers, rows).splitlines()]
     slower = ((worker.worker_id, reason) for worker in scheduler.workers for reason in worker.degradations)
     return "\n".join([*lines, *(f"  {worker_id} serves slower: {reason}" for worker_id, reason in slower)])
+
+
+def _pinned(status: Status) -> str:
+    if status.pinned_sessions is None:
+        return ""
+    owners = ", ".join(f"{owner} {num_sessions}" for owner, num_sessions in status.pins_by_owner.items() if owner)
+    return f", pinned sessions: {status.pinned_sessions}" + (f" ({owners})" if owners else "")
 
 
 def _pending(scheduler: SchedulerStatus) -> str:

@@ -232,6 +232,12 @@ def test_status_shows_why_a_worker_serves_slower():
     assert lines[-2:] == ["  w0 serves slower: no graphs", "  w0 serves slower: no Triton"]
 
 
+def test_status_shows_the_owners_of_pinned_sessions():
+    for owners, shown in (({"a": 2, "b": 1}, "3 (a 2, b 1)"), ({"": 3}, "3")):
+        text = show.status_text(show.Status((), 5, pinned_sessions=3, pins_by_owner=owners))
+        assert text.splitlines()[-1] == f"open streams: 5, pinned sessions: {shown}"
+
+
 def test_status_of_a_gateway_that_shows_a_summary():
     replica = show.SchedulerStatus("", "m", True, 0, 0, 0, 0, 0, 0, "", 0, ())
     lost = show.SchedulerStatus("", "", False, 0, 0, 0, 0, 0, 0, "", 0, ())

@@ -38,7 +38,10 @@ class Client:
 
 
 async def status() -> pb.GetStatusResponse:
-    return pb.GetStatusResponse(schedulers=[pb.SchedulerStatus(address="s:1", output_tokens=1 << 40)], open_streams=2)
+    response = pb.GetStatusResponse(open_streams=2, pinned_sessions=3)
+    response.schedulers.add(address="s:1", output_tokens=1 << 40)
+    response.pins_by_owner.add(owner="team-a", num_sessions=3)
+    return response
 
 
 def make_state(client: Client) -> ConsoleState:
@@ -52,6 +55,7 @@ async def test_the_state_joins_status_and_pools() -> None:
     assert (scheduler["address"], int(scheduler["output_tokens"])) == ("s:1", 1 << 40)
     assert base64.b64decode(scheduler["pools"][0]["states"]) == bytes([0, 2, 3])
     assert (scheduler["waiting"], state["open_streams"]) == ([], 2), "empty lists are present"
+    assert (state["pinned_sessions"], state["pins_by_owner"]) == (3, [{"owner": "team-a", "num_sessions": 3}])
 
 
 async def test_many_pages_cause_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -364,6 +364,8 @@ async def test_the_session_of_another_owner_does_not_exist() -> None:
         request.stop.max_tokens = 4
         assert len(await rest(served.first.stub.Generate(request, metadata=mine))) > 1
         await served.sessions.Pin(spb.PinRequest(session_id="a", ttl_s=100), metadata=mine)
+        status = await served.first.stub.GetStatus(pb.GetStatusRequest())
+        assert (status.pinned_sessions, list(status.pins_by_owner)) == (1, [pb.OwnerPins(owner="mine", num_sessions=1)])
         fork = await served.sessions.Fork(spb.ForkRequest(session_id="a"), metadata=mine)
         session_id = fork.sessions[0].session_id
         found = await served.sessions.ListSessions(spb.ListSessionsRequest(), metadata=mine)

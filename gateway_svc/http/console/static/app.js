@@ -80,7 +80,8 @@ function showNumbers(state) {
   field("drafts").textContent = kept ? `${Math.round((100 * kept) / tokens)} % of tokens` : "–";
   field("preemptions").textContent = total(schedulers, "preemptions");
   field("streams").textContent = state.open_streams;
-  field("pinned").textContent = state.pinned_sessions ?? "–";
+  const owners = state.pins_by_owner.filter((pins) => pins.owner).map((pins) => `${pins.owner} ${pins.num_sessions}`);
+  field("pinned").textContent = [state.pinned_sessions ?? "–", ...owners].join(", ");
 }
 
 function drawCharts() {
