@@ -162,7 +162,7 @@ class WorkerBlocks:
             store, self.store, self._executor.on_step = self.store, None, None
             await asyncio.get_running_loop().run_in_executor(self._senders, partial(store.close, is_last=False))
         blocks = self._executor.movable_blocks()
-        if blocks is None or info.attention_window is not None or info.num_snapshots == 0:
+        if blocks is None or info.num_snapshots == 0:
             log.warning(
                 "--kv-host-memory, --kv-disk, --kv-transfer and --role have no effect: blocks of this model or backend "
                 "cannot move yet"

@@ -50,10 +50,11 @@ def write_model(folder: Path, name: str) -> Path:
 
 NUM_BLOCKS = (len(PROMPT) + 23) // BLOCK_SIZE
 NUM_RECORDS = {"attention": NUM_BLOCKS, "qwen3_5": NUM_BLOCKS + 4, "gemma3": 2 * NUM_BLOCKS, "bamba": NUM_BLOCKS + 4}
+NUM_RECORDS["starcoder2"] = NUM_BLOCKS  # all layers have windows
 DEEP = [pytest.param("bamba", marks=pytest.mark.deep)]
 
 
-@pytest.mark.parametrize("name", ["attention", "qwen3_5", "gemma3", *DEEP])
+@pytest.mark.parametrize("name", ["attention", "qwen3_5", "gemma3", "starcoder2", *DEEP])
 async def test_a_worker_that_was_killed_is_warm_again(tmp_path: Path, name: str) -> None:
     disk = tmp_path / "tier"
     with Stack(tmp_path) as stack:
@@ -129,7 +130,9 @@ async def test_streams_of_a_drained_worker_take_their_blocks_along(tmp_path: Pat
         assert float(moved[1]) >= 300 // BLOCK_SIZE * BLOCK_SIZE, stack.logs()
 
 
-@pytest.mark.parametrize("name", ["attention", "qwen3_5", *DEEP, pytest.param("gemma3", marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    "name", ["attention", "qwen3_5", *DEEP, *(pytest.param(n, marks=pytest.mark.deep) for n in ("gemma3", "starcoder2"))]
+)
 async def test_streams_leave_a_prefill_worker_for_a_decode_worker_that_is_killed(tmp_path: Path, name: str) -> None:
     flags = (*FLAGS, "--kv-transfer", "--role")
     prompts = [[number, *PROMPT] for number in range(4)]

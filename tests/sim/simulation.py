@@ -51,6 +51,7 @@ class Setup:
     is_lazy: bool  # workers execute when their answer is read, not when the step arrives
     has_groups: bool = False  # workers have several cache groups
     has_moves: bool = False  # workers have tiers and exchange blocks: few prefixes, small pools, frequent losses
+    has_windows: bool = False  # with has_moves: all layers may have windows
     has_slow_links: bool = False  # full pools and few losses: what a source must keep, it would have evicted by then
     has_slow_disks: bool = False  # full pools: what was evicted is on the disk, and is not worth reading
 
@@ -110,7 +111,7 @@ class Simulation:
         block_size = rng.choice((1, 2, 2, 3, 4, 4, 4, 8, 16))
         # From separate sources, so that seeds of old bugs give the same runs.
         windows = (None, 1, 2, block_size, block_size + 2, 3 * block_size + 1)
-        has_window = not (self._encoder_rate or self.setup.has_moves or self.setup.has_groups)
+        has_window = self.setup.has_windows or not (self._encoder_rate or self.setup.has_moves or self.setup.has_groups)
         self.window = Random(f"window {seed}").choice(windows) if has_window else None
         self._group_rng = Random(f"groups {seed}")
         num_groups = self._group_rng.choice((1, 1, 2)) if self.setup.has_groups else 0

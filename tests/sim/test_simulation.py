@@ -69,6 +69,17 @@ def test_cache_groups(first: int) -> None:
     assert num_preemptions
 
 
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(20, 1000, 20))])
+def test_blocks_of_models_with_windows_move(first: int) -> None:
+    """Whole prefixes, also those whose first blocks the rows of the source have left behind."""
+    sources = set()
+    for seed in range(first, first + 20):
+        simulation = run_seed(seed, has_moves=True, has_windows=True)
+        ended = [event[1:] for event in simulation.cluster.trace if event[0] == "moved" and simulation.window]
+        sources |= {move.source is None for move, count in ended if count == move.num_items}
+    assert sources == {True, False}
+
+
 def test_blocks_of_cache_groups_move() -> None:
     """With the windows of each group, from tiers and from other workers, also while rows have drafts."""
     whole: list[BlockMove] = []
