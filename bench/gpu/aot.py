@@ -47,6 +47,7 @@ from worker_svc.engine.gpu.kernels import (
     work_list,
 )
 from worker_svc.engine.gpu.kernels.launch import FIRST_ARCHITECTURE
+from worker_svc.engine.gpu.kernels.linear import LinearTile
 from worker_svc.engine.gpu.kernels.sampler import banned, candidates, filters, noise, process, sample
 
 
@@ -144,8 +145,8 @@ def variants(
         yield Variant(f"{name} without gate", activation.activation_kernel, f"{t} i32", constants)
     yield Variant("soft_cap", activation.soft_cap_kernel, f"{t} fp32 i32", {"BLOCK": activation.BLOCK})
     for bias in (False, True):
-        yield _linear(f"linear bias={bias}", t, linear.BLOCK_K, linear.WARPS, linear.STAGES, has_bias=bias)
-    yield _linear("linear float32", f, linear.WIDE_BLOCK_K, linear.WIDE_WARPS, linear.WIDE_STAGES)
+        yield _linear(f"linear bias={bias}", t, linear.TILE, has_bias=bias)
+    yield _linear("linear float32", f, linear.WIDE)
     yield from weight_variants(t)
     yield Variant("deltas", deltas.deltas_kernel, f"{i} {i} i32", {"BLOCK": deltas.BLOCK})
     for most in (0, 8):
@@ -174,10 +175,10 @@ def variants(
     yield from _sampling_variants(t, i, f)
 
 
-def _linear(name: str, t: str, block_k: int, num_warps: int, num_stages: int, *, has_bias: bool = False) -> Variant:
-    constants = {"BIAS": has_bias, "BLOCK_M": linear.BLOCK_M, "BLOCK_N": linear.BLOCK_N, "BLOCK_K": block_k}
+def _linear(name: str, t: str, tile: LinearTile, *, has_bias: bool = False) -> Variant:
+    constants = {"BIAS": has_bias, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
     types = f"{t} {t} {t} {t} i32 i32 i32 i32"
-    return Variant(name, linear.linear_kernel, types, constants, num_warps, num_stages, ("N", "K"))
+    return Variant(name, linear.linear_kernel, types, constants, tile.num_warps, tile.num_stages, ("N", "K"))
 
 
 def _head_variants(

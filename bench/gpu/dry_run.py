@@ -42,6 +42,7 @@ from step_protocol.messages import (
 )
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu import check, loading, runner
+from worker_svc.engine.gpu.kernels import linear
 from worker_svc.engine.gpu.kernels.forms import Forms
 from worker_svc.engine.gpu.start import compilation, memory, setup
 
@@ -143,6 +144,7 @@ def without_gpu(recorder: Recorder) -> Iterator[None]:
         mock.patch.object(loading, "make_recorder", return_value=recorder),
         mock.patch.object(memory, "_measure", measure),
         mock.patch.object(setup.Setup, "is_compiled", True),
+        mock.patch.object(linear, "is_on_gpu", return_value=True),
         mock.patch.object(check.Comparison, "call", Forms.call),  # nothing is computed, so nothing is compared
         mock.patch.object(check.StartCheck, "_depends_on_other_rows", launch_alone),
     ):

@@ -18,18 +18,13 @@ from worker_svc.engine.gpu.attention import paged
 from worker_svc.engine.gpu.kernels import linear
 from worker_svc.engine.gpu.runner import DeviceRunner
 
-LINES = linear.BLOCK_M
-LINEAR_TILES: list[dict[str, int]] = [
-    {"BLOCK_M": 16}, {"BLOCK_M": 128}, {"BLOCK_N": 16}, {"BLOCK_N": 32}, {"BLOCK_N": 64}, {"BLOCK_N": 256},
-    {"BLOCK_K": 32}, {"BLOCK_K": 128},
-]  # fmt: skip
+LINES = linear.TILE.rows
 NUM_LOGPROBS = 20
 DECODED = 12
 
 
 def exact_bits(report: Report) -> None:
     _linear_lines(report)
-    _linear_tiles(report)
     _attention_lines(report)
     _engine(report)
 
@@ -51,32 +46,6 @@ def _linear_lines(report: Report) -> None:
         if not torch.equal(linear.linear(others, weight, None)[line], expected):
             different.append(line)
     report.row("exact_bits", "linear: a row at every line", ok=not different, note=f"lines that differ: {different}")
-
-
-def _linear_tiles(report: Report) -> None:
-    x, weight = _linear_inputs(report)
-    expected = linear.linear(x, weight, None)
-    for fields in LINEAR_TILES[:2] if report.is_smoke else LINEAR_TILES:
-        name = "linear: " + " ".join(f"{key} {value}" for key, value in fields.items())
-        try:
-            is_equal = torch.equal(_linear_with(x, weight, fields), expected)
-        except Exception as error:  # a tile may need more memory than the GPU has
-            report.row("exact_bits", name, note=f"{type(error).__name__}: {str(error)[:120]}")
-            continue
-        report.row("exact_bits", name, note="the same bits" if is_equal else "other bits")
-
-
-def _linear_with(x: torch.Tensor, weight: torch.Tensor, fields: dict[str, int]) -> torch.Tensor:
-    """`linear` with other tiles."""
-    tiles = {"BLOCK_M": linear.BLOCK_M, "BLOCK_N": linear.BLOCK_N, "BLOCK_K": linear.BLOCK_K} | fields
-    (n, in_size), out_size = x.shape, len(weight)
-    out = x.new_empty(n, out_size)
-    grid = (-(-out_size // tiles["BLOCK_N"]), -(-n // tiles["BLOCK_M"]))
-    linear.linear_kernel[grid](
-        x, weight, weight, out, n, out_size, in_size, 0, BIAS=False, **tiles, PDL=False,
-        num_warps=8 if tiles["BLOCK_N"] > linear.BLOCK_N else linear.WARPS, num_stages=3,
-    )  # fmt: skip
-    return out
 
 
 def _attention_lines(report: Report) -> None:

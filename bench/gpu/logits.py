@@ -18,7 +18,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "model's dtype": {}, "exact": {"determinism": "exact"}, "float16": {"dtype": "float16"},
     "fp8 cache": {"kv_cache_dtype": "fp8"}, "fp8 weights": {"quantize": "fp8"},
 }  # fmt: skip
-FP8_ERROR = 0.5  # the error of fp8 is reported, and fails the run only if it indicates a bug
+FP8_ERROR = 1.0  # the error of fp8 is reported, and fails the run only if it indicates a bug
 NOT_IN_SMOKE = ("exact", "float16", "fp8 weights")  # for time; the noise of transformers is not measured in float16
 
 
@@ -71,7 +71,7 @@ def _compare(report: Report, name: str, seen: dict, own_tokens: list, tokens: li
         is_fp8 = name.startswith("fp8")
         ok = error < (FP8_ERROR if is_fp8 else 1e-4)
         if not report.is_smoke and not is_fp8:
-            ok = error <= 1.5 * noise + 0.005 and error < 0.08
+            ok = error <= 1.5 * noise + 0.005 and error < 0.15
         note = f"error {error:.4f}, of transformers {noise:.4f}"
         report.row("logits", f"{name}, row {row}, {len(positions)} tokens", ok=ok, note=note)
 

@@ -26,6 +26,8 @@ PARTS: dict[int, tuple[Section, ...]] = {
         Section("exact_bits", 25.0, "bench.gpu.exact_bits:exact_bits"),
         _speed("baseline", 75.0, "bench.gpu.serving:baseline"),
         _speed("tile_sweep", 40.0, "bench.gpu.tile_sweep:tile_sweep"),
+        _speed("linear_tiles", 60.0, "bench.gpu.linear_tiles:linear_tiles"),
+        _speed("combined", 60.0, "bench.gpu.tile_sweep:combined"),
         _speed("decode_attention", 45.0, "bench.gpu.kernels:decode_attention"),
         _speed("prefill_attention", 25.0, "bench.gpu.kernels:prefill_attention"),
         Section("logits", 100.0, "bench.gpu.logits:logits"),

@@ -6,20 +6,19 @@ import json
 from dataclasses import asdict, replace
 from unittest import mock
 
+import torch
+
 from bench.gpu.kernels import Case, measure, nano_contexts, prefill_flop, using
 from bench.gpu.report import Report
 from worker_svc.engine.gpu.attention import paged as engine_attention
 from worker_svc.engine.gpu.attention import tiles
-from worker_svc.engine.gpu.kernels import work_list
 from worker_svc.engine.gpu.kernels.attention import AttentionTiles
-from worker_svc.engine.gpu.kernels.work_list import MOST_OF_ROW
 
-SPLITS = [(36, MOST_OF_ROW), (144, MOST_OF_ROW), (tiles.SPLIT_KEYS, 32), (tiles.SPLIT_KEYS, 64)]
 GAIN = 1.02  # other tiles are used only if the engine's own take so much longer
 DECODE_VARIANTS = [
-    {"num_stages": 3}, {"num_stages": 4}, {"num_stages": 7}, {"num_stages": 4, "block_n": 128},
-    {"num_stages": 3, "block_n": 128, "num_warps": 8}, {"block_n": 32, "num_stages": 7}, {"num_warps": 2},
-    {"num_warps": 8}, {"min_split": 128}, {"min_split": 256},
+    {"num_stages": 5}, {"num_stages": 6}, {"num_warps": 1}, {"num_warps": 4}, {"block_n": 64, "num_stages": 5},
+    {"block_n": 64, "num_stages": 5, "num_warps": 4}, {"block_n": 128, "min_split": 128, "num_stages": 3},
+    {"min_split": 128}, {"min_split": 256},
 ]  # fmt: skip
 PREFILL_VARIANTS = [
     {"num_stages": 3}, {"num_stages": 4}, {"block_n": 128, "num_stages": 3}, {"block_n": 128, "num_stages": 4},
@@ -36,27 +35,8 @@ def tile_sweep(report: Report) -> None:
     report.release()
     case = Case.make(report, [0, 0], 20) if report.is_smoke else Case.make(report, [0] * 8, 1024)
     chosen["prefill"] = _best(report, case, "prefill", PREFILL_VARIANTS)
-    _splits(report)
     report.figures["tiles"] = {use: fields for use, fields in chosen.items() if fields}
     report.row("tile_sweep", "chosen", note=f"QUIRE_ATTENTION_TILES='{json.dumps(report.figures['tiles'])}'")
-
-
-def _splits(report: Report) -> None:
-    """Other lengths of splits, and other limits of the splits of a row, for few long rows and many short ones."""
-    sizes = {"B 1 ctx 32k": [32_767], "B 8 ctx 4k": [4095] * 8, "nano": nano_contexts()}
-    if report.is_smoke:
-        sizes = {"B 3 ctx 40": [39] * 3}
-    for name, contexts in sizes.items():
-        case = Case.make(report, contexts)
-        for keys, most in [(tiles.SPLIT_KEYS, MOST_OF_ROW), *(SPLITS[:1] if report.is_smoke else SPLITS)]:
-            with (
-                mock.patch.object(tiles, "SPLIT_KEYS", keys),
-                mock.patch.object(work_list, "MOST_OF_ROW", most),
-            ):
-                label = f"{name}: SPLIT_KEYS {keys}, at most {most} splits of a row"
-                measure(report, "tile_sweep", label, case, case.triton(), repeats=10)
-        del case
-        report.release()
 
 
 def _best(report: Report, case: Case, use: str, variants: list[dict[str, int]]) -> dict[str, int]:
@@ -85,3 +65,45 @@ def _measure(report: Report, case: Case, use: str, chosen: AttentionTiles, name:
 
 def _text(fields: dict[str, object]) -> str:
     return " ".join(f"{name} {value}" for name, value in fields.items())
+
+
+# With SPLIT_KEYS and LEAST_OF_ROW.
+COMBINED: list[tuple[dict[str, int], int, int]] = [
+    ({}, tiles.SPLIT_KEYS, tiles.LEAST_OF_ROW), ({}, 144, 32), ({}, 576, 32), ({}, 288, 64),
+    ({"num_stages": 5}, 288, 32), ({"num_warps": 4}, 288, 32), ({"block_n": 64, "num_stages": 5}, 288, 32),
+    ({"block_n": 64, "num_stages": 5, "min_split": 256}, 288, 32), ({"min_split": 32}, 288, 32),
+]  # fmt: skip
+EXACT_VARIANTS: list[dict[str, int]] = [
+    {}, {"block_m": 16, "num_warps": 1}, {"block_m": 16, "num_warps": 4}, {"block_m": 32, "num_warps": 2},
+]  # fmt: skip
+COMBINED_SIZES = {
+    "B 1 ctx 512": [511], "B 1 ctx 4k": [4095], "B 1 ctx 32k": [32_767], "B 1 ctx 131k": [131_071],
+    "B 8 ctx 4k": [4095] * 8, "B 32 ctx 512": [511] * 32, "B 32 ctx 4k": [4095] * 32, "B 256 ctx 512": [511] * 256,
+    "nano": [],
+}  # fmt: skip
+
+
+def combined(report: Report) -> None:
+    for name, contexts in ({"B 3": [39] * 3} if report.is_smoke else COMBINED_SIZES).items():
+        case = Case.make(report, contexts or nano_contexts())
+        for fields, keys, most in COMBINED[:1] if report.is_smoke else COMBINED:
+            table = replace(engine_attention.DECODE_TILES, **fields)
+            with (
+                mock.patch.object(tiles, "SPLIT_KEYS", keys),
+                mock.patch.object(tiles, "LEAST_OF_ROW", most),
+                using("decode", table),
+            ):
+                measure(report, "combined", f"{name}: {keys} {most} {_text(fields)}", case, case.triton(), repeats=10)
+        first = None
+        for fields in EXACT_VARIANTS[:1] if report.is_smoke else EXACT_VARIANTS:
+            with using("exact", replace(engine_attention.EXACT_TILES, **fields)):
+                try:
+                    run, out = case.run(case.triton("exact"))
+                    first = out.clone() if first is None else first
+                    note = "same bits" if torch.equal(out, first) else "OTHER BITS"
+                    ms = report.time_ms([run], 10)
+                    report.row("combined", f"exact {name}: {_text(fields)}", ms=ms, note=note)
+                except Exception as error:
+                    report.row("combined", f"exact {name}: {_text(fields)}", note=f"{error}"[:100])
+        del case
+        report.release()

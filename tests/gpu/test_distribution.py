@@ -9,7 +9,7 @@ import pytest
 from bench.gpu.aot import HOPPER
 from bench.gpu.distribution import distribute
 from worker_svc.engine.backend import HeadShape
-from worker_svc.engine.gpu.attention.tiles import DECODE_TILES, splits_for
+from worker_svc.engine.gpu.attention.tiles import DECODE_TILES, UNITS_OF_ROW, splits_for
 
 
 def lengths(count: int, seed: int) -> list[int]:
@@ -27,10 +27,11 @@ def test_programs_end_at_about_the_same_time(shape, count, most):
 
 def test_long_rows_do_not_occupy_single_programs():
     shape = HeadShape(16, 8, 128)
-    for rows in ([30_000, *[200] * 63], [131_072]):
-        found = distribute(rows, shape, HOPPER.processors)
-        assert found.longest_to_mean <= 1.2
-        assert found.overhead <= 1.6
+    found = distribute([30_000, *[200] * 63], shape, HOPPER.processors)
+    assert found.longest_to_mean <= 1.2
+    assert found.overhead <= 1.6
+    alone = distribute([131_072], shape, HOPPER.processors)
+    assert alone.merged * shape.num_kv_heads >= UNITS_OF_ROW > HOPPER.processors.count
 
 
 @pytest.mark.parametrize("count", [1, 8, 256])

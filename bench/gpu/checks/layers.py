@@ -13,7 +13,7 @@ from worker_svc.engine.backend import Norm, RotaryTable
 from worker_svc.engine.gpu.kernels import activation, fp8, linear, norm, rope_store
 
 NUM_ROWS = 3
-LINEAR_ROWS = linear.BLOCK_M + 1  # two tiles; the second has one row
+LINEAR_ROWS = linear.TILE.rows + 1  # two tiles; the second has one row
 POSITIONS = (0, 1, 77, 300)
 PADDING = -1  # a token without a slot
 
@@ -32,8 +32,8 @@ def linear_cases(setup: Setup) -> Iterator[Case]:
         (model.widest_inner, model.hidden_size, model.has_mlp_bias),
         (model.hidden_size, len(setup.group.vocab_part(setup.vocab_size)), False),
     }
-    tiles = 2 * linear.BLOCK_N
-    cut = {(size, min(out, tiles + out % linear.BLOCK_N), has_bias) for size, out, has_bias in shapes}
+    tiles = 2 * linear.TILE.columns
+    cut = {(size, min(out, tiles + out % linear.TILE.columns), has_bias) for size, out, has_bias in shapes}
     for in_size, out_size, has_bias in sorted(cut):
         yield _linear_case(setup, in_size, out_size, has_bias=has_bias)
 

@@ -63,11 +63,11 @@ def rare_sizes(sizes: list[int]) -> list[int]:
 
 
 def shorter_sizes(max_tokens: int) -> list[int]:
-    """Token counts that use every tile of linear layers and experts: those tiles change at least fourfold apart."""
+    """Token counts that use every tile of linear layers and experts: those tiles change at least twofold apart."""
     sizes, size = [], 1
     while size < max_tokens:
         sizes.append(size)
-        size *= 4
+        size *= 2
     return sizes
 
 

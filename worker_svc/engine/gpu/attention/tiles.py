@@ -15,7 +15,7 @@ import torch
 
 from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.gpu.kernels.attention import AttentionTiles, group_lines
-from worker_svc.engine.gpu.kernels.work_list import Splits
+from worker_svc.engine.gpu.kernels.work_list import MOST_OF_ROW, Splits
 
 TILES_VARIABLE = "QUIRE_ATTENTION_TILES"
 
@@ -34,7 +34,7 @@ def measured(use: str, tiles: AttentionTiles) -> AttentionTiles:
 # waits for loads that it issued two tiles earlier; with 3, for those that it has just issued (`aot` reports the waits).
 # One query per row: bound by memory, so many small programs.
 DECODE_TILES = measured(
-    "decode", AttentionTiles(block_m=16, block_n=64, min_split=64, num_warps=4, num_stages=5, one_loop=True)
+    "decode", AttentionTiles(block_m=16, block_n=32, min_split=64, num_warps=2, num_stages=7, one_loop=True)
 )
 # Chunks of prompts: bound by tensor cores.
 PREFILL_TILES = measured("prefill", AttentionTiles(block_m=128, block_n=64, min_split=0, num_warps=8, num_stages=5))
@@ -74,8 +74,10 @@ def for_heads(tiles: AttentionTiles, shape: HeadShape, number_bytes: int = 2, sh
 MAX_PROGRAMS_PER_PROCESSOR = 4
 MAX_SPLITS = 2048  # of a step, beside one per row: bounds the memory for their results
 # A split costs about as much as SPLIT_KEYS keys (its start, its end, merging). Longer splits cost less in all, but
-# leave programs idle at the end; with this constant both losses are about equal (bench/gpu/distribution.py).
-SPLIT_KEYS = 72
+# leave programs idle at the end; with this constant both losses are about equal (measured by bench/gpu/tile_sweep.py).
+SPLIT_KEYS = 288
+UNITS_OF_ROW = 256  # splits x KV heads of a long row: more only take longer to merge
+LEAST_OF_ROW = 32  # splits that a row may have at least
 INTERPRETER_PROCESSORS = 4
 WARP_LANES = 32
 REGISTER_UNIT = 256  # registers are given to warps in units
@@ -130,4 +132,5 @@ def fixed_splits_for(shape: HeadShape, processors: Processors, per_processor: in
 
 def splits_for(shape: HeadShape, processors: Processors, per_processor: int = 3) -> Splits:
     """How decode steps of these heads are divided among all programs."""
-    return Splits(SPLIT_KEYS * shape.num_kv_heads / (per_processor * processors.count), MAX_SPLITS)
+    most_of_row = min(max(UNITS_OF_ROW // shape.num_kv_heads, LEAST_OF_ROW), MOST_OF_ROW)
+    return Splits(SPLIT_KEYS * shape.num_kv_heads / (per_processor * processors.count), MAX_SPLITS, most_of_row)

@@ -56,6 +56,10 @@ class AttentionTiles:
     one_loop: bool = False
     fixed_split: int = 0  # keys of a split, a multiple of block_n; 0: they are not fixed
 
+    def __post_init__(self) -> None:
+        if self.min_split % self.block_n or self.fixed_split % self.block_n:  # a tile would be in two blocks
+            raise ValueError(f"splits of keys must be multiples of block_n, got {self}")
+
     def queries(self, shape: HeadShape) -> int:
         """Number of queries in a tile."""
         return self.block_m // group_lines(shape)

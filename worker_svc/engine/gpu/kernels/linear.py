@@ -1,20 +1,53 @@
-"""A linear layer whose rows are independent: one tile shape for every number of rows, and K summed in one order.
+"""A linear layer whose rows are independent: K is summed in one order, whatever the number of rows.
 
-Libraries choose tiles and splits of K by the number of rows, so exact mode cannot use them.
+Libraries choose tiles and splits of K by the number of rows, so exact mode cannot use them. Here the tile depends on it
+too, but changes no bit: every tile adds the products in the order of K. That was measured on sm_90, where tiles of 16
+rows use another instruction than those of 64 (bench/gpu/linear_tiles.py). Before sm_90 all use the same one. Newer GPUs
+get one tile until it is measured there.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from worker_svc.engine.gpu.kernels.forms import kernel
-from worker_svc.engine.gpu.kernels.language import tl, triton
+from worker_svc.engine.gpu.kernels.language import target, tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent, early_bytes, prefetch_rows
 
-BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64  # 64 rows: one row uses the same MMA instruction as thousands
-WARPS, STAGES = 4, 4
-WIDE_BLOCK_K, WIDE_WARPS, WIDE_STAGES = 32, 8, 3  # float32 on a GPU: see tiles.py
+
+@dataclass(frozen=True, slots=True)
+class LinearTile:
+    """The outputs of a program, and the inputs that it multiplies at once."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+TILE = LinearTile(64, 128, 64)  # for every number of rows
+WIDE = LinearTile(64, 128, 32, num_warps=8, num_stages=3)  # float32 on a GPU: see tiles.py
+TILES = (  # and the rows that are too few for them
+    (64, LinearTile(128, 128, 64, num_warps=8, num_stages=3)),
+    (64, LinearTile(128, 64, 128, num_warps=8, num_stages=3)),
+    (16, LinearTile(64, 64, 128)), (16, LinearTile(64, 32, 128)),
+    (0, LinearTile(16, 32, 128, num_stages=6)), (0, LinearTile(16, 16, 256)),
+)  # fmt: skip
+ENOUGH = 88  # programs; two thirds of the processors of an H100. With fewer, smaller tiles are faster
+FEW_ROWS, FEW_BYTES = 16, 32 << 20  # a product of so few rows with such a weight is faster here than in cuBLAS
+MEASURED = 90  # the newest architecture on which tiles were compared
+SMALL_SHARED = (86, 89)  # architectures with 100 KiB of shared memory
+
+
+def tile_for(rows: int, columns: int) -> LinearTile:
+    """The largest tile that is not too tall and keeps most processors busy, or the smallest."""
+    fitting = (tile for too_few, tile in TILES if rows > too_few)
+    counted = ((-(-rows // tile.rows) * -(-columns // tile.columns), tile) for tile in fitting)
+    return next((tile for programs, tile in counted if programs >= ENOUGH), TILES[-1][1])
 
 
 @triton.jit(do_not_specialize=["M", "most_bytes"])
@@ -56,17 +89,43 @@ def torch_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 @kernel("linear", torch_linear)
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [n, in] @ weight [out, in].T + bias."""
-    n, in_size = x.shape
-    out_size = weight.shape[0]
-    out = x.new_empty(n, out_size)
-    if n == 0:
+    out = x.new_empty(len(x), len(weight))
+    if not len(x):
         return out
-    is_wide = x.is_cuda and x.dtype is torch.float32
-    block_k, warps, stages = (WIDE_BLOCK_K, WIDE_WARPS, WIDE_STAGES) if is_wide else (BLOCK_K, WARPS, STAGES)
-    programs = triton.cdiv(out_size, BLOCK_N), triton.cdiv(n, BLOCK_M)
+    launch(x, weight, bias, out, _tile_of(x, len(weight)))
+    return out
+
+
+def is_on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
+
+def _tile_of(x: torch.Tensor, columns: int) -> LinearTile:
+    if not is_on_gpu(x):  # the interpreter multiplies with numpy, whose bits depend on the tile
+        return TILE
+    if x.dtype is torch.float32:
+        return WIDE
+    architecture = target().arch
+    if architecture > MEASURED:
+        return TILE
+    tile = tile_for(len(x), columns)
+    return replace(tile, depth=min(tile.depth, 64)) if architecture in SMALL_SHARED else tile
+
+
+def short_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Few rows by `linear`, many by cuBLAS."""
+    is_short = is_on_gpu(x) and x.itemsize == 2 and len(x) <= FEW_ROWS and weight.nbytes <= FEW_BYTES
+    return linear(x, weight, bias) if is_short else F.linear(x, weight, bias)
+
+
+def launch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: LinearTile
+) -> None:
+    """`linear` with this tile."""
+    (n, in_size), out_size = x.shape, len(weight)
+    programs = triton.cdiv(out_size, tile.columns), triton.cdiv(n, tile.rows)
     linear_kernel[programs](
         x, weight, weight if bias is None else bias, out, n, out_size, in_size, early_bytes(weight, programs[0]),
-        BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
-        **dependent(),
+        BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent(),
     )  # fmt: skip
-    return out

@@ -19,7 +19,7 @@ MIN_ROWS = 256  # rows that each program reads: few distinct sizes mean few kern
 @dataclass(frozen=True, slots=True)
 class Splits:
     """How a step divides keys: a split has sqrt(keys of all rows x factor) keys, or more if there would be more than
-    `most` parts (splits x queries) beside one per query, or more than MOST_OF_ROW of a row, which one program merges.
+    `most` parts (splits x queries) beside one per query, or more than `most_of_row`, which one program merges.
 
     With fixed splits, a row with more keys than `factor` x those of all tiles is divided, if its splits are among the
     first `most`.
@@ -27,11 +27,12 @@ class Splits:
 
     factor: float
     most: int
+    most_of_row: int = MOST_OF_ROW  # not with fixed splits
 
     def keys(self, total: int, longest: int, min_split: int, of_queries: int | None = None) -> int:
         """Keys of a split, a multiple of min_split. `of_queries`: those of all queries, if rows have several."""
         wanted = int(np.ceil(np.sqrt(np.float32(total) * np.float32(self.factor))))
-        least = max(-(-(of_queries or total) // self.most), -(-longest // MOST_OF_ROW))
+        least = max(-(-(of_queries or total) // self.most), -(-longest // self.most_of_row))
         return -(-max(wanted, least, 1) // min_split) * min_split
 
 
@@ -160,7 +161,7 @@ def make_work_list(
     max_queries = queries_per_tile if tiles.min_split else MAX_QUERIES
     work_list_kernel[(bound,)](
         num_rows, queries.starts, queries.contexts, work.items, work.sizes, work.tickets, min_queries, max_queries,
-        splits.most, MOST_OF_ROW, splits.factor, window or NO_WINDOW, len(work.tickets),
+        splits.most, splits.most_of_row, splits.factor, window or NO_WINDOW, len(work.tickets),
         QUERIES=queries_per_tile, MIN_SPLIT=tiles.min_split, FIXED=tiles.fixed_split,
         ROWS=max(MIN_ROWS, triton.next_power_of_2(bound)), BLOCK=64, num_warps=4, **dependent(),
     )  # fmt: skip

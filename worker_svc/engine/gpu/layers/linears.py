@@ -1,6 +1,6 @@
 """Linear layers on the device, by how their weights are stored.
 
-float   cuBLAS, or in exact mode the Triton kernel of kernels/linear.py
+float   cuBLAS; in exact mode, and for few rows, the Triton kernel of kernels/linear.py
 int8    the Triton kernel of kernels/int8_linear.py, whose sums are integers, in every mode
 fp8     torch._scaled_mm (cuBLAS, CUTLASS) with one scale per row, or the Triton kernel of kernels/scaled_linear.py:
         in exact mode, for scales of groups of inputs, and for shapes and dtypes that the library refuses
@@ -74,7 +74,7 @@ class DeviceLinears:
 
     def __init__(self, determinism: Determinism, dtype: torch.dtype) -> None:
         self.is_exact = determinism == "exact"
-        self._product = linear.linear if self.is_exact else F.linear
+        self._product = linear.linear if self.is_exact else linear.short_linear
         self._dtype = dtype
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
