@@ -12,7 +12,7 @@ import pytest
 from quire_client import AsyncClient, Image, InvalidRequest, Message
 
 from tests.processes.ports import free_port
-from tests.processes.stack import Stack, wait_idle
+from tests.processes.stack import Stack, is_ready, wait_idle
 from tests.processes.vision_model import Parts, VisionReference, make_folder
 from tests.unit.engine.vision_models import IMAGE, TOWERS, VISION_END, VISION_START
 from tests.unit.gateway.images import bomb, encoded, picture
@@ -66,7 +66,8 @@ async def test_images_equal_transformers_when_a_worker_is_killed(tmp_path: Path,
         scheduler = stack.start_scheduler()
         page = free_port()
         doomed = stack.start_worker(scheduler, folder, *sizes)
-        stack.start_worker(scheduler, folder, *sizes, "--metrics-listen", f"127.0.0.1:{page}")
+        own = ("--metrics-listen", f"127.0.0.1:{page}", "--kv-disk", str(tmp_path / "tier"))
+        worker = stack.start_worker(scheduler, folder, *sizes, *own)
         gateway = stack.start_gateway(scheduler, flags=("--max-images", "2", "--max-image-pixels", "1000000"))
         async with await stack.connect(gateway, workers=2) as client:
             started = asyncio.Semaphore(0)
@@ -80,6 +81,13 @@ async def test_images_equal_transformers_when_a_worker_is_killed(tmp_path: Path,
                 assert output == reference.greedy_after(output, parts)
             await check_sharing(client, reference, page)
             await check_refusals(client)
+            worker.kill()
+            worker.start()
+            await stack.until(client, lambda schedulers: is_ready(schedulers, worker))
+            answer = await client.chat([message(CHATS["two"])], temperature=0, max_tokens=8, ignore_eos=True)
+            assert list(answer.token_ids) == reference.greedy_after(list(answer.token_ids), CHATS["two"])
+            assert answer.usage.cached_tokens, "the files have blocks and states after images"
+            assert num_encoded(page) == 0
             await wait_idle(stack, client)
 
 

@@ -131,7 +131,8 @@ async def test_streams_of_a_drained_worker_take_their_blocks_along(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "name", ["attention", "qwen3_5", *DEEP, *(pytest.param(n, marks=pytest.mark.deep) for n in ("gemma3", "starcoder2"))]
+    "name",
+    ["attention", "qwen3_5", *DEEP, *(pytest.param(n, marks=pytest.mark.deep) for n in ("gemma3", "starcoder2"))],
 )
 async def test_streams_leave_a_prefill_worker_for_a_decode_worker_that_is_killed(tmp_path: Path, name: str) -> None:
     flags = (*FLAGS, "--kv-transfer", "--role")

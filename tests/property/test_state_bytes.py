@@ -3,12 +3,14 @@ a run that nothing disturbed.
 
 Prompts share prefixes and arrive at random; chunks, batch mates, samples, small pools that preempt, few snapshots,
 hits, drafts on one of two workers, and workers that are killed or drained, so that their sequences move. In some runs
-blocks and snapshots move too, as records, from tiers that survive their workers and from other workers.
+blocks and snapshots move too, as records, from tiers that survive their workers and from other workers. One model has
+images: hits, snapshots and moves end before, inside and after them.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -17,24 +19,32 @@ import pytest
 from quire.internal.v1 import worker_pb2
 from quire.v1 import types_pb2
 
+from prefix_index.content_ids import FIRST_CONTENT_ID, content_ids
 from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.messages import Deltas, WorkerCapacity
 from scheduler_svc.core.policy import TierKind
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import SequenceGroup, StopCondition
+from scheduler_svc.core.sequence import Features, SequenceGroup, StopCondition
 from scheduler_svc.workers.wire import step_batch_to_proto
+from step_protocol.columns import u32_from_bytes, u32_to_bytes
 from step_protocol.messages import StepBatch, StepOutput
 from step_protocol.proto import batch_from_proto
+from tests.carried import to_proto
 from tests.moved_blocks import MovedBlocks
 from tests.speculating import GivenDrafts, NoTimes
 from tests.unit.engine.driver import Driver, seeded, u32
 from tests.unit.engine.models import RECURRENT, make_model
 from tests.unit.engine.test_engine_recurrent import BLOCK, load_small, state_of
+from tests.unit.engine.vision_models import Picture, make_image, make_vision_model
 from worker_svc.engine.rows.states import RowStates
 
 MAX_TOKENS = 20
 NUM_REQUESTS = 7
+
+
+SIZES = ((3, 5), (3, 5), (2, 4))  # of images, in tokens
 
 
 @pytest.fixture(
@@ -45,11 +55,43 @@ def model_dir(request, tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("states"), request.param)
 
 
+@pytest.fixture(scope="module")
+def vision_dir(tmp_path_factory) -> Path:
+    return make_vision_model(tmp_path_factory.mktemp("images"), "qwen3_5")
+
+
+@cache
+def images() -> dict[tuple[int, ...], Picture]:
+    """By their content ids."""
+    found = [Picture(0, make_image(2 * height, 2 * width, seed)) for seed, (height, width) in enumerate(SIZES)]
+    ids = [content_ids(one.carried.digest, one.span.length) for one in found]
+    return {tuple(u32_from_bytes(column, "ids").tolist()): one for column, one in zip(ids, found, strict=True)}
+
+
+def pictures_in(prompt: Sequence[int]) -> list[Picture]:
+    """The images of a prompt with content ids."""
+    return [
+        Picture(start, one.pixels)
+        for start in range(len(prompt))
+        for ids, one in images().items()
+        if tuple(prompt[start : start + len(ids)]) == ids
+    ]
+
+
+def features_of(pictures: Sequence[Picture]) -> Features:
+    if not pictures:
+        return Features()
+    items, spans = [to_proto(one.carried) for one in pictures], [one.span for one in pictures]
+    columns = u32_to_bytes(u32(*(value for span in spans for value in (span.start, span.height, span.width))))
+    return Features(Inputs(items, sum(len(one.data) for one in items), columns, [(span.start, 9) for span in spans]))
+
+
 @cache
 def undisturbed(folder: Path, prompt: tuple[int, ...], seed: int, sample: int) -> tuple[list[int], dict[int, bytes]]:
     """The output of a sample that runs alone, one token per step, and its state after each position."""
-    driver = Driver(load_small(folder))
-    driver.open(0, list(prompt), seeded(seed), sample_index=sample)
+    driver, found = Driver(load_small(folder)), pictures_in(prompt)
+    inputs, spans = tuple(one.carried for one in found), tuple(one.span for one in found)
+    driver.open(0, list(prompt), seeded(seed), sample_index=sample, inputs=inputs, images=spans)
     states = {}
     while len(driver.rows[0].output) < MAX_TOKENS:
         driver.step({0: 1})
@@ -106,7 +148,7 @@ class Worker:
 class Run:
     """One random run."""
 
-    def __init__(self, folder: Path, seed: int, *, has_moves: bool = False) -> None:
+    def __init__(self, folder: Path, seed: int, *, has_moves: bool = False, has_images: bool = False) -> None:
         self.folder, self.rng, self.now = folder, Random(seed), 0.0
         self.scheduler = Scheduler(SchedulerConfig(aging_s=0.1, root_salt=b"states"))
         self.workers: dict[str, Worker] = {}
@@ -118,8 +160,13 @@ class Run:
         self.tiers: dict[str, dict[bytes, bytes]] = {}
         self.moves: list[tuple[BlockMove, Worker]] = []
         self.num_moved = {True: 0, False: 0}  # snapshots from tiers, and from other workers
+        self.num_images_moved = {True: 0, False: 0}  # the same, of those with blocks that have positions of images
         prefix = [self.rng.randrange(3, 200) for _ in range(4 * BLOCK)]
         self.prefixes = [prefix, prefix[: 2 * BLOCK + 3], []]
+        if has_images:
+            first, other, small = map(list, images())
+            self.prefixes += [prefix[:5] + ids + prefix[20:22] + small + prefix[:2] for ids in (first, other)]
+            self.prefixes += [prefix[:3] + small, prefix[:5] + first]
         for name in ("a", "b"):
             self.start(name)
 
@@ -141,7 +188,7 @@ class Run:
         group = SequenceGroup(
             f"r{number}", u32(*prompt), StopCondition(MAX_TOKENS, ignore_eos=True), handle=number,
             n=rng.choice((1, 1, 2)), priority=rng.choice((0, 0, 1)),
-            sampling=types_pb2.SamplingParams(temperature=1.0, seed=number),
+            sampling=types_pb2.SamplingParams(temperature=1.0, seed=number), features=features_of(pictures_in(prompt)),
         )  # fmt: skip
         self.groups.append(group)
         self.expected[group.prompt.tobytes()] = undisturbed(self.folder, tuple(prompt), number, 0)[0]
@@ -189,7 +236,9 @@ class Run:
         if source is not None and move.source is not None and source.capacity.worker_epoch != move.source.worker_epoch:
             source = None
         count = 0 if is_dead else target.moved.fetch(move, None if source is None else source.moved)
-        self.num_moved[move.source is None] += count == move.num_items and bool(move.extras)
+        is_whole = count == move.num_items and bool(move.extras)
+        self.num_moved[move.source is None] += is_whole
+        self.num_images_moved[move.source is None] += is_whole and move.token_blocks.max(initial=0) >= FIRST_CONTENT_ID
         self.scheduler.end_move(move.move_id, count, 0.001, self.now)
 
     def run(self) -> None:
@@ -231,6 +280,13 @@ def test_states_that_moved_are_those_of_undisturbed_runs(model_dir):
         run.run()
         num_moved = {is_tier: count + run.num_moved[is_tier] for is_tier, count in num_moved.items()}
     assert all(num_moved.values()), num_moved
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(2, 40))])
+def test_states_after_images_are_those_of_undisturbed_runs(vision_dir, seed):
+    run = Run(vision_dir, seed, has_moves=True, has_images=True)
+    run.run()
+    assert seed or all(run.num_images_moved.values()), run.num_images_moved
 
 
 @pytest.mark.deep

@@ -13,7 +13,7 @@ from step_protocol.messages import NO_RULES, BadBatchError
 from tests.unit.engine.driver import Driver, seeded, u32
 from tests.unit.engine.models import RECURRENT, load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against, load, prompts
-from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.checkpoint.model_folder import CheckpointError, decoder_config
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.model_runner import ModelRunner
@@ -35,7 +35,7 @@ def model_dir(request, tmp_path_factory) -> Path:
 
 def load_small(folder, **settings):
     """A runner with NUM_SNAPSHOTS snapshots."""
-    config = parse_config(json.loads((folder / "config.json").read_text()))
+    config = parse_config(decoder_config(json.loads((folder / "config.json").read_text())))
     memory = NUM_SNAPSHOTS * StatePool.bytes_per_slot(config.recurrences)
     fields = {"max_num_seqs": 4, "num_blocks": 200, "block_size": BLOCK, "threads": 1, "dtype": "float32"} | settings
     return ModelRunner(EngineConfig(folder, snapshot_memory=memory, **fields))
