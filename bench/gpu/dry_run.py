@@ -158,7 +158,8 @@ def run(kind: dict[str, Any], folder: Path, device: Device) -> dict[str, Any]:
     with without_gpu(recorder), compiling() as by_launches, in_processes as ahead:
         engine = runner.DeviceRunner(EngineConfig(folder, **(SETTINGS | kind)))
     at_start = len(device.loaded)
-    take_steps(engine)
+    with without_gpu(recorder):
+        take_steps(engine)
     return {
         "kernels": at_start - before, "in_processes": sum(len(call.args[0]) for call in ahead.call_args_list),
         "by_launches": by_launches, "while_recording": recorder.compiled, "by_requests": device.loaded[at_start:],

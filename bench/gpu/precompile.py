@@ -55,7 +55,7 @@ ENGINES: list[dict[str, Any]] = [
 ]
 SECTIONS: list[Callable[[Report], None]] = [
     kernels.decode_attention, kernels.prefill_attention, kernels.other_caches, tile_sweep.tile_sweep,
-    small_kernels.small_kernels, small_kernels.invariance, products.products, tile_sweep.combined,
+    small_kernels.small_kernels, small_kernels.invariance, products.products, tile_sweep.splits,
     linear_tiles.linear_tiles,
 ]  # fmt: skip
 LONG = ("paged_attention", "linear", "collect", "select", "pick")  # compilations

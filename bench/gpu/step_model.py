@@ -184,8 +184,9 @@ def _int8_product_s(gpu: Gpu, rows: int, outputs: int, inputs: int) -> float:
 
 
 def _exact_product_s(gpu: Gpu, rows: int, outputs: int, inputs: int) -> float:
-    """As `_product_s`, with the one tile of exact mode: few outputs have few programs."""
-    programs = min(-(-outputs // linear.TILE.columns) * -(-rows // linear.TILE.rows), gpu.processors)
+    """As `_product_s`, with the tiles of exact mode: few outputs have few programs."""
+    tile = linear.tile_for(rows, outputs)
+    programs = min(-(-outputs // tile.columns) * -(-rows // tile.rows), gpu.processors)
     weight_s = NUMBER_BYTES * outputs * inputs / (programs * gpu.program_bandwidth)
     return max(_product_s(gpu, rows, outputs, inputs), weight_s)
 

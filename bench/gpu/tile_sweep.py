@@ -68,7 +68,7 @@ def _text(fields: dict[str, object]) -> str:
 
 
 # With SPLIT_KEYS and LEAST_OF_ROW.
-COMBINED: list[tuple[dict[str, int], int, int]] = [
+SPLITS: list[tuple[dict[str, int], int, int]] = [
     ({}, tiles.SPLIT_KEYS, tiles.LEAST_OF_ROW), ({}, 144, 32), ({}, 576, 32), ({}, 288, 64),
     ({"num_stages": 5}, 288, 32), ({"num_warps": 4}, 288, 32), ({"block_n": 64, "num_stages": 5}, 288, 32),
     ({"block_n": 64, "num_stages": 5, "min_split": 256}, 288, 32), ({"min_split": 32}, 288, 32),
@@ -76,24 +76,27 @@ COMBINED: list[tuple[dict[str, int], int, int]] = [
 EXACT_VARIANTS: list[dict[str, int]] = [
     {}, {"block_m": 16, "num_warps": 1}, {"block_m": 16, "num_warps": 4}, {"block_m": 32, "num_warps": 2},
 ]  # fmt: skip
-COMBINED_SIZES = {
+SPLITS_SIZES = {
     "B 1 ctx 512": [511], "B 1 ctx 4k": [4095], "B 1 ctx 32k": [32_767], "B 1 ctx 131k": [131_071],
     "B 8 ctx 4k": [4095] * 8, "B 32 ctx 512": [511] * 32, "B 32 ctx 4k": [4095] * 32, "B 256 ctx 512": [511] * 256,
     "nano": [],
 }  # fmt: skip
 
 
-def combined(report: Report) -> None:
-    for name, contexts in ({"B 3": [39] * 3} if report.is_smoke else COMBINED_SIZES).items():
+def splits(report: Report) -> None:
+    """Lengths of splits and their most in a row, with other tiles, for few long rows and many short ones; then tiles of
+    exact mode, and whether they give the same bits.
+    """
+    for name, contexts in ({"B 3": [39] * 3} if report.is_smoke else SPLIT_SIZES).items():
         case = Case.make(report, contexts or nano_contexts())
-        for fields, keys, most in COMBINED[:1] if report.is_smoke else COMBINED:
+        for fields, keys, most in SPLITS[:1] if report.is_smoke else SPLITS:
             table = replace(engine_attention.DECODE_TILES, **fields)
             with (
                 mock.patch.object(tiles, "SPLIT_KEYS", keys),
                 mock.patch.object(tiles, "LEAST_OF_ROW", most),
                 using("decode", table),
             ):
-                measure(report, "combined", f"{name}: {keys} {most} {_text(fields)}", case, case.triton(), repeats=10)
+                measure(report, "splits", f"{name}: {keys} {most} {_text(fields)}", case, case.triton(), repeats=10)
         first = None
         for fields in EXACT_VARIANTS[:1] if report.is_smoke else EXACT_VARIANTS:
             with using("exact", replace(engine_attention.EXACT_TILES, **fields)):
@@ -102,8 +105,8 @@ def combined(report: Report) -> None:
                     first = out.clone() if first is None else first
                     note = "same bits" if torch.equal(out, first) else "OTHER BITS"
                     ms = report.time_ms([run], 10)
-                    report.row("combined", f"exact {name}: {_text(fields)}", ms=ms, note=note)
+                    report.row("splits", f"exact {name}: {_text(fields)}", ms=ms, note=note)
                 except Exception as error:
-                    report.row("combined", f"exact {name}: {_text(fields)}", note=f"{error}"[:100])
+                    report.row("splits", f"exact {name}: {_text(fields)}", note=f"{error}"[:100])
         del case
         report.release()
