@@ -76,7 +76,7 @@ SPLITS: list[tuple[dict[str, int], int, int]] = [
 EXACT_VARIANTS: list[dict[str, int]] = [
     {}, {"block_m": 16, "num_warps": 1}, {"block_m": 16, "num_warps": 4}, {"block_m": 32, "num_warps": 2},
 ]  # fmt: skip
-SPLITS_SIZES = {
+SPLIT_SIZES = {
     "B 1 ctx 512": [511], "B 1 ctx 4k": [4095], "B 1 ctx 32k": [32_767], "B 1 ctx 131k": [131_071],
     "B 8 ctx 4k": [4095] * 8, "B 32 ctx 512": [511] * 32, "B 32 ctx 4k": [4095] * 32, "B 256 ctx 512": [511] * 256,
     "nano": [],
