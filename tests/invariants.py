@@ -41,11 +41,11 @@ def check_worker(worker: WorkerState, moves: BlockMoves | None = None, loans: Lo
     assert worker.pending_prefill == int(np.maximum(todo - 1, 0).sum()), "pending_prefill is wrong"
     in_flight = sum(int(step.query_lens[step.query_lens > 1].sum()) for step in worker.in_flight)
     assert worker.backlog == worker.pending_prefill + in_flight, "the prompt tokens in flight are wrong"
-    in_run = set(r.in_run.nonzero()[0].tolist())
-    assert in_run.isdisjoint(r.outside), "a row is both in the decode run and outside"
-    assert in_run.union(r.outside) <= set(rows.tolist()), "a closed row is still planned"
-    idle = np.array([row for row in rows.tolist() if row not in in_run and row not in r.outside], dtype=np.int64)
-    assert (r.todo(idle) == 0).all(), "a row with tokens to compute is neither in the decode run nor outside"
+    planned = [*r.in_run.nonzero()[0].tolist(), *worker.speculation.rows.tolist(), *r.outside]
+    assert len(set(planned)) == len(planned), "a row is in two of the decode run, the rows that speculate, and outside"
+    assert set(planned) <= set(rows.tolist()), "a closed row is still planned"
+    idle = np.setdiff1d(rows, planned)
+    assert (r.todo(idle) == 0).all(), "a row with tokens to compute is in no part of the next step"
     refs = np.zeros(worker.capacity.num_blocks, dtype=np.int64)
     for row in rows.tolist():
         _check_row(worker, row)

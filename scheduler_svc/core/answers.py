@@ -58,15 +58,13 @@ def _failures(step: InFlightStep, output: StepOutput) -> list[RowError]:
 
 
 def _check_lens(step: InFlightStep, output: StepOutput, lens: U32) -> None:
-    if step.max_query_lens is not None and output.rows.tobytes() == step.rows.tobytes():  # the usual case is quick
-        is_right = (lens > 0) & (lens <= np.maximum(step.max_query_lens, 1))
-        if is_right.all():
-            return
-    most = np.ones(int(step.rows.max(initial=0)) + 1, np.uint32)
-    if step.max_query_lens is not None:
-        most[step.rows] = np.maximum(step.max_query_lens, 1)
-    is_wrong = (lens == 0) | (lens > most[np.minimum(output.rows, len(most) - 1)])
-    if is_wrong.any():
+    most = np.ones_like(step.rows) if step.max_query_lens is None else np.maximum(step.max_query_lens, 1)
+    if output.rows.tobytes() != step.rows.tobytes():  # some rows have no sample
+        of_row = np.ones(int(step.rows.max(initial=0)) + 1, np.uint32)
+        of_row[step.rows] = most
+        most = of_row[np.minimum(output.rows, len(of_row) - 1)]
+    is_wrong = lens - 1 >= most  # unsigned: 0 - 1 is above all
+    if np.count_nonzero(is_wrong):
         row, count = int(output.rows[is_wrong][0]), int(lens[is_wrong][0])
         raise UnexpectedStepError(
             f"worker {output.worker_id} answered step {step.step_id} with {count} tokens of row {row}, "
@@ -123,25 +121,26 @@ def _append_accepted(
         of_row = np.zeros(len(table.limit), dtype=np.int64)
         of_row[step.rows] = reserved
         reserved = of_row[rows]
-    starts = lens.cumsum() - lens
-    kept = stops.num_before_end(table, rows, lens, starts, token_ids)
+    kept = stops.num_before_end(table, rows, lens, token_ids)
     if is_open is not None or table.num_awaiting:
         kept = kept * (~table.is_awaiting[rows] if is_open is None else is_open[rows] & ~table.is_awaiting[rows])
-    lines = np.arange(len(rows)).repeat(lens)  # of each token
-    nth = np.arange(len(token_ids)) - starts[lines]
     if kept is not lens:
-        is_kept = nth < kept[lines]
-        lines, nth, token_ids = lines[is_kept], nth[is_kept], token_ids[is_kept]
+        is_kept = np.arange(len(token_ids)) < (lens.cumsum() - lens + kept).repeat(lens)
+        token_ids = token_ids[is_kept]
         logprobs = None if logprobs is None else logprobs.select(is_kept)
-    before, of_tokens = table.num_tokens[rows], rows[lines]
-    positions = before[lines] + nth
+    before, of_tokens, newest = table.num_tokens[rows], rows.repeat(kept), kept.cumsum() - 1
+    ends = before + kept
+    positions = (ends - 1 - newest).repeat(kept) + np.arange(len(of_tokens))
     table.flat_tokens[table.row_starts[of_tokens] + positions] = token_ids
-    ends, answers = before + kept, kept > 0
     table.num_tokens[rows] = ends
-    found = ((reserved > 0) & answers).nonzero()[0]
-    step.accepted = Accepted(rows[found], before[found], ends[found])
-    take_back(table, step.accepted.rows, reserved[found], lens[found])
-    return of_tokens, _deltas(table, of_tokens, positions, token_ids, logprobs), (kept.cumsum() - 1)[answers]
+    if np.count_nonzero(kept) < len(rows):
+        newest = newest[kept > 0]
+    if np.count_nonzero(kept) < len(rows) or np.count_nonzero(reserved) < len(rows):
+        found = (kept > 0) & (reserved > 0)
+        rows, before, ends, reserved, lens = rows[found], before[found], ends[found], reserved[found], lens[found]
+    step.accepted = Accepted(rows, before, ends)
+    take_back(table, rows, reserved, lens)
+    return of_tokens, _deltas(table, of_tokens, positions, token_ids, logprobs), newest
 
 
 def _deltas(table: RowTable, rows: I64, positions: I64, token_ids: U32, logprobs: LogprobColumns | None) -> Deltas:
@@ -194,18 +193,18 @@ class Stops:
             found += (table.num_tokens[rows] >= table.limit[rows]).nonzero()[0].tolist()
         return sorted(set(found)) if len(found) > 1 else found
 
-    def num_before_end(self, table: RowTable, rows: I64, lens: I64, starts: I64, token_ids: U32) -> I64:
-        """The number of new tokens of each row up to the first one that ends it. Row i has those from `starts[i]`."""
-        may_end = table.has_stop_ids[rows] if table.num_with_stop_ids else None
+    def num_before_end(self, table: RowTable, rows: I64, lens: I64, token_ids: U32) -> I64:
+        """The number of new tokens of each row up to the first one that ends it; `lens` itself if none may."""
+        found: list[int] = []
         for eos in self._eos:
-            if np.count_nonzero(found := token_ids == eos):
-                ends = np.logical_or.reduceat(found, starts)
-                may_end = ends if may_end is None else may_end | ends
-        if may_end is None:
+            found += (token_ids == eos).nonzero()[0].tolist()
+        if not (found or table.num_with_stop_ids):
             return lens
-        kept = lens.copy()
-        for i in (may_end & (lens > 1)).nonzero()[0].tolist():
-            row, start, count = rows.item(i), starts.item(i), lens.item(i)
+        ends, kept = lens.cumsum(), lens.copy()
+        may_end = set(ends.searchsorted(found, side="right").tolist())
+        may_end.update(table.has_stop_ids[rows].nonzero()[0].tolist())
+        for i in may_end:
+            row, count, start = rows.item(i), lens.item(i), ends.item(i) - lens.item(i)
             if table.sequences[row] is None:
                 continue
             num_tokens = table.num_tokens.item(row)

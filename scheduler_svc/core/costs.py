@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import InFlightStep
@@ -50,9 +52,10 @@ class Costs:
                 table.paying_run = step.run
             table.owed_us += forward_us / len(step.rows)
             return
-        shares = step.query_lens if is_open is None else step.query_lens * is_open[step.rows]
+        rows = step.rows.astype(np.int64)
+        shares = step.query_lens if is_open is None else step.query_lens * is_open[rows]
         if total := int(shares.sum()):
-            table.processor_us[step.rows] += shares * (forward_us / total)
+            table.processor_us[rows] += shares * (forward_us / total)
         else:
             self.unattributed_us += forward_us
 

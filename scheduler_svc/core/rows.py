@@ -279,8 +279,8 @@ class RowTable(BlockTables):
 
     def slots(self, rows: I64, positions: I64) -> U32:
         """Slot of each (row, position): block_id * block_size + offset."""
-        blocks = self.table[rows, positions // self.block_size]
-        return (blocks * np.uint32(self.block_size) + (positions % self.block_size)).astype(np.uint32)
+        indices = positions // self.block_size
+        return ((self.table[rows, indices] - indices) * self.block_size + positions).astype(np.uint32)
 
 
 @dataclass(slots=True)
@@ -423,26 +423,14 @@ def columns_of_run(table: RowTable, run: DecodeRun, members: Members, new_blocks
     return Columns(members.sent_rows, ones, context_lens, trues, slots, run.full, may_reach_limit=not run.steps_left)
 
 
-def columns_of_decodes(table: RowTable, rows: I64, max_query_lens: U32 | None = None) -> Columns:
-    """Advance rows that compute their newest token and are not in the run. Rows that speculate advance by the most
-    tokens that they may have, and their slot is that of the last position that they may write. `max_query_lens`: see
-    `Columns`.
-    """
+def columns_of_decodes(table: RowTable, rows: I64) -> Columns:
+    """Advance rows that compute their newest token, and neither are in the run nor speculate."""
     context_lens, planned = table.num_computed_tokens[rows], table.num_planned[rows]
-    left, reaches_end, last = table.limit[rows] - planned, context_lens + 1 == planned, context_lens
+    left, reaches_end, ends = table.limit[rows] - planned, context_lens + 1 == planned, context_lens + 1
     sample_mask = reaches_end & (left > 0)
     planned += sample_mask & ~table.is_awaiting[rows] if table.num_awaiting else sample_mask
     continues = bool(np.count_nonzero((left > 1) | ~reaches_end))
-    if max_query_lens is not None:
-        num_more = np.maximum(max_query_lens, 1).astype(np.int64) - 1
-        last = context_lens + num_more
-        planned += num_more
-        left -= num_more
-        table.num_unknown[rows] += num_more
-    ends = last + 1
     full = (ends % table.block_size == 0).nonzero()[0]
-    if max_query_lens is not None:
-        full = full[max_query_lens[full] == 0]
     if table.num_private:
         full = full[~table.is_private[rows[full]]]
     table.num_computed_tokens[rows], table.num_planned[rows] = ends, planned
@@ -451,12 +439,36 @@ def columns_of_decodes(table: RowTable, rows: I64, max_query_lens: U32 | None = 
         table.ones[: len(rows)],
         context_lens.astype(np.uint32),
         sample_mask,
-        table.slots(rows, last),
+        table.slots(rows, context_lens),
         full,
         () if np.count_nonzero(sample_mask) == len(rows) else tuple(rows[reaches_end & ~sample_mask].tolist()),
         may_reach_limit=bool(np.count_nonzero(left <= 1)),
         continues=continues,
-        max_query_lens=max_query_lens,
+    )
+
+
+def columns_of_drafts(table: RowTable, rows: I64, num_drafts: I64) -> Columns:
+    """Advance rows that speculate by the most tokens that they may have: the newest one and these drafts. Their slot is
+    that of the last position that they may write. A row without drafts at a known position is sent as any other.
+    """
+    planned, unknown = table.num_planned[rows], table.num_unknown[rows] + num_drafts
+    ends, most, full = planned + num_drafts, num_drafts + 1, NO_ROWS
+    speculates, num_at_limit = unknown > 0, int(np.count_nonzero(ends + 1 >= table.limit[rows]))
+    num_speculating = np.count_nonzero(speculates)
+    if num_speculating < len(rows):
+        most *= speculates
+        full = ((ends % table.block_size == 0) & ~speculates).nonzero()[0]
+    table.num_computed_tokens[rows], table.num_planned[rows], table.num_unknown[rows] = ends, ends + 1, unknown
+    return Columns(
+        rows.astype(np.uint32),
+        table.ones[: len(rows)],
+        (planned - 1).astype(np.uint32),
+        table.trues[: len(rows)],
+        table.slots(rows, ends - 1),
+        full,
+        may_reach_limit=num_at_limit > 0,
+        continues=num_at_limit < len(rows),
+        max_query_lens=most.astype(np.uint32) if num_speculating else None,
     )
 
 
@@ -505,7 +517,9 @@ def _extended(column: npt.NDArray[Any], values: list[int] | list[bool]) -> npt.N
 
 
 def concatenated(first: Columns, second: Columns) -> Columns:
-    """The columns of all rows, in this order. Indices in `full` count from the first row."""
+    """The columns of all rows, in this order. No row of `first` speculates. `full` counts from the first row."""
+    if not len(first.rows):
+        return second
     return Columns(
         np.concatenate((first.rows, second.rows)),
         np.concatenate((first.query_lens, second.query_lens)),

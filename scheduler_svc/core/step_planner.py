@@ -1,11 +1,12 @@
 """Plans the steps of one worker: which rows compute which tokens, in which blocks.
 
-A step is planned in five chapters, and each row is in one of them at most:
+A step is planned in six chapters, and each row is in one of them at most:
 
     the decode run     rows that decode as in the previous step (`DecodeRun`): their part of the step is their part
                        of the previous one, advanced by one token, without a Python object per row
     other decodes      rows with one token left that cannot join the run: they would write to a shared block, wait for
-                       the scheduler's choice of their token, were put out of the run for lack of blocks, or speculate
+                       the scheduler's choice of their token, or were put out of the run for lack of blocks
+    drafts             rows that speculate (`speculation.py`)
     chunks             rows with several tokens left: as much of their prompts as the budget allows, oldest row first
     late forks         forks that are computed again (`forks.py`)
     admissions         waiting sequences, from the scan of the queue; the caller admits them one by one
@@ -66,6 +67,7 @@ from scheduler_svc.core.rows import (
     Columns,
     DecodeRun,
     columns_of_decodes,
+    columns_of_drafts,
     columns_of_run,
     concatenated,
     with_chunks,
@@ -111,17 +113,19 @@ class StepPlanner:
         worker = self.worker
         if not worker.rows.num_used:
             return False
+        if worker.speculation.is_on:
+            worker.speculation.update()
         num_for_run, windows = self.update_run(), worker.windows
         num_free = worker.pool.num_free
         if num_for_run <= num_free and not worker.rows.outside:
             self.plan_run(plan)
+            if worker.speculation.is_on:
+                self._plan_drafts(plan)
             return False
         has_preempted = False
         while True:
             decode, prefill = self._split_by_stage()
             needy = self._rows_that_need_a_block(decode) if len(decode) else decode
-            if worker.speculation.is_on and len(needy) > worker.pool.num_free:
-                decode, needy = worker.speculation.without_waiting(decode, needy)
             num_needed = self._num_blocks_for(needy)
             if windows is not None:
                 num_needed += windows.num_without_block(prefill)
@@ -177,9 +181,8 @@ class StepPlanner:
 
     def _joining(self) -> list[int]:
         """Rows outside the run that may join it."""
-        prefilling, outside = self.worker.prefilling, self._rows.outside
-        rows = self.worker.speculation.may_join_run(outside) if self.worker.speculation.is_on else outside
-        return [row for row in rows if row not in prefilling and self._may_join(row)]
+        prefilling = self.worker.prefilling
+        return [row for row in self._rows.outside if row not in prefilling and self._may_join(row)]
 
     def _may_join(self, row: int) -> bool:
         """Whether the row has one token left to compute, its newest, and owns the block to which it writes or needs a
@@ -196,7 +199,7 @@ class StepPlanner:
         """Add steps of the run to the message of `first`, up to the number that the worker decodes in `burst_s`."""
         num_steps = min(MAX_BURST, int(burst_s / self._decode_s)) if self._decode_s else 1
         while len(first.then) + 1 < num_steps and self.worker.in_flight[-1].run is not None:
-            if self.update_run() > self._pool.num_free or self._rows.outside:
+            if self.update_run() > self._pool.num_free or self._rows.outside or self.worker.speculation.is_on:
                 break
             plan = self.begin_step(now, joins_message=True)
             self.plan_run(plan)
@@ -218,19 +221,21 @@ class StepPlanner:
         if len(decode):
             plan.decodes = decode
             plan.budget -= len(decode)
-            if self.worker.speculation.is_on:
-                self._plan_drafts(decode, plan)
             if self.worker.num_reserved_rows:  # a prompt with a single uncached token completes here
                 for row in decode.tolist():
                     self._forks.open_if_complete(row, 1, plan)
+        if self.worker.speculation.is_on:
+            self._plan_drafts(plan)
         for row in prefill.tolist():
             self._plan_chunk(row, plan)
 
-    def _plan_drafts(self, decode: I64, plan: StepPlan) -> None:
+    def _plan_drafts(self, plan: StepPlan) -> None:
+        """Add the rows that speculate."""
         reserve = self.worker.speculation.reserve
-        plan.max_query_lens = reserve(decode, plan.budget, lambda rows: self._append_blocks(rows, plan))
-        if plan.max_query_lens is not None:
-            plan.budget -= int(np.maximum(plan.max_query_lens, 1).sum()) - len(decode)
+        rows, num_drafts = reserve(plan.budget, lambda rows: self._append_blocks(rows, plan))
+        if len(rows):
+            plan.drafts = rows, num_drafts
+            plan.budget -= len(rows) + int(num_drafts.sum())
 
     def _split_by_stage(self) -> tuple[I64, I64]:
         """Of the rows outside the run: those that compute their newest token, and those that compute their prompts."""
@@ -333,7 +338,8 @@ class StepPlanner:
 
     def finish_plan(self, plan: StepPlan) -> StepBatch | None:
         """Make the message of the planned step and count it as in flight; None if there is nothing to send yet."""
-        is_empty = plan.run is None and plan.decodes is None and not (plan.chunks or plan.has_part_work)
+        has_decodes = plan.run is not None or plan.decodes is not None or plan.drafts is not None
+        is_empty = not (has_decodes or plan.chunks or plan.has_part_work)
         if is_empty and (self.worker.in_flight or not self.worker.has_changes or self._may_wait(plan.now)):
             return None
         columns = self._make_columns(plan)
@@ -372,13 +378,14 @@ class StepPlanner:
         return now < self.changes_due_at and not self.worker.is_draining
 
     def _make_columns(self, plan: StepPlan) -> Columns:
-        """Advance the planned rows: those of the run, then other decoding rows, then prompts."""
+        """Advance the planned rows: those of the run, other decoding rows, rows that speculate, then prompts."""
         r, columns = self._rows, NO_COLUMNS
         if plan.run is not None:
             columns = columns_of_run(r, self._run, plan.run, plan.tables[0][2] if len(self._run.full) else None)
         if plan.decodes is not None:
-            decodes = columns_of_decodes(r, plan.decodes, plan.max_query_lens)
-            columns = decodes if plan.run is None else concatenated(columns, decodes)
+            columns = concatenated(columns, columns_of_decodes(r, plan.decodes))
+        if plan.drafts is not None:
+            columns = concatenated(columns, columns_of_drafts(r, *plan.drafts))
         return with_chunks(r, columns, plan.chunks) if plan.chunks else columns
 
     def _send(self, plan: StepPlan, step: InFlightStep, sample_mask: Bools, slots: U32) -> StepBatch:

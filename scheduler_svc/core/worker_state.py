@@ -73,8 +73,8 @@ class StepPlan:
     now: float
     joins_message: bool = False  # the step is sent in the message of the previous step
     run: Members | None = None  # its rows precede all other rows, and its table changes all others
-    decodes: I64 | None = None  # other rows that compute one token; they precede the chunks
-    max_query_lens: U32 | None = None  # of `decodes`; see `Columns`
+    decodes: I64 | None = None  # other rows that compute one token
+    drafts: tuple[I64, I64] | None = None  # rows that speculate, with their numbers of drafts; they precede the chunks
     chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, number of prompt tokens)
     opens: list[RowAssignment] = field(default_factory=list)
     forks: list[tuple[int, int]] = field(default_factory=list)  # (row, parent)
@@ -629,20 +629,22 @@ class WorkerState:
         indices, last = (starts - 1) // self.capacity.block_size, (ends - 1) // self.capacity.block_size
         if self.rows.num_private:
             last = np.where(self.rows.is_private[rows], indices, last)
-        while len(full := (indices < last).nonzero()[0]):
-            self._commit_decoded(rows[full], indices[full])
+        while np.count_nonzero(is_full := indices < last):
+            rows, indices, last = rows[is_full], indices[is_full], last[is_full]
+            self._commit_decoded(rows, indices)
             indices += 1
 
     def _commit_decoded(self, rows: I64, indices: I64) -> None:
         """Commit the block at this index of each row's table. Most of its tokens were sampled."""
         r, digests, numbers, places = self.rows, [], rows.tolist(), indices.tolist()
+        digests_of = r.digests
         tokens = r.token_blocks[rows, indices]
         blocks = block_bytes(token_bytes(tokens), self.capacity.block_size)
         if r.extra_keys:  # an input may begin in the prompt's last block
             keys = [r.extra_keys.get(row, NO_KEYS) for row in numbers]
             blocks = [block + of_row.get(index, b"") for block, of_row, index in zip(blocks, keys, places, strict=True)]
         for row, index, block in zip(numbers, places, blocks, strict=True):
-            known = r.digests[row]
+            known = digests_of[row]
             if index == len(known):  # the digest was unknown until the block's last token was sampled
                 known.append(chained((known[-1] if index else self._root(r.sequence(row))) + block))
             digests.append(known[index])
@@ -705,6 +707,8 @@ class WorkerState:
         self._release(blocks)
         self.rows.close(row)
         self.prefilling.discard(row)
+        if self.speculation.is_on:
+            self.speculation.close(row)
         if self.late_forks:
             self.late_forks.discard(row)
         if self.chunk_parts:

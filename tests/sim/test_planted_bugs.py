@@ -172,9 +172,9 @@ def position_off_by_one_after_rejected_drafts(patch: Patch) -> None:
 
 @bug("which another open row has|leaks|reads the wrong content|beyond their tables")
 def reserved_block_given_back_before_its_step_is_answered(patch: Patch) -> None:
-    def columns(original: Any, table: RowTable, rows: np.ndarray, most: np.ndarray | None) -> Any:
-        found = original(table, rows, most)
-        for row in () if most is None else rows[most > 1].tolist():
+    def columns(original: Any, table: RowTable, rows: np.ndarray, num_drafts: np.ndarray) -> Any:
+        found = original(table, rows, num_drafts)
+        for row in rows[num_drafts > 0].tolist():
             early.append(int(table.table[row, table.num_blocks[row] - 1]))
         return found
 
@@ -184,7 +184,7 @@ def reserved_block_given_back_before_its_step_is_answered(patch: Patch) -> None:
         return original(planner, now, **options)
 
     early: list[int] = []
-    wrap(patch, step_planner, "columns_of_decodes", columns)
+    wrap(patch, step_planner, "columns_of_drafts", columns)
     wrap(patch, StepPlanner, "begin_step", begin)
 
 
@@ -198,16 +198,14 @@ def block_committed_with_rejected_drafts(patch: Patch) -> None:
 
 @bug("the oracle has|after the end")
 def drafts_behind_the_end_delivered(patch: Patch) -> None:
-    wrap(patch, answers.Stops, "num_before_end", lambda original, self, table, rows, lens, starts, ids: lens)
+    wrap(patch, answers.Stops, "num_before_end", lambda original, self, table, rows, lens, ids: lens)
 
 
 @bug("beyond their tables")
 def drafts_without_blocks(patch: Patch) -> None:
-    def reserve(original: Any, speculation: Speculation, rows: np.ndarray, *args: Any) -> np.ndarray:
-        r = speculation._rows
-        wanted = np.minimum(r.draft_lens[rows], r.limit[rows] - r.num_planned[rows] - 1)
-        found = original(speculation, rows, *args)
-        return None if found is None else np.where(found > 0, 1 + wanted, 0).astype(np.uint32)
+    def reserve(original: Any, speculation: Speculation, *args: Any) -> Any:
+        r, (rows, _) = speculation._table, original(speculation, *args)
+        return rows, np.minimum(r.draft_lens[rows], r.limit[rows] - r.num_planned[rows] - 1)
 
     wrap(patch, Speculation, "reserve", reserve)
 
@@ -217,22 +215,26 @@ def drafts_without_blocks(patch: Patch) -> None:
     checks_invariants=True,
 )
 def drafts_beyond_the_limit(patch: Patch) -> None:
-    def reserve(original: Any, speculation: Speculation, rows: np.ndarray, *args: Any) -> np.ndarray:
-        limit = speculation._rows.limit
-        speculation._rows.limit = limit + 3
+    def reserve(original: Any, speculation: Speculation, *args: Any) -> Any:
+        limit = speculation._table.limit
+        speculation._table.limit = limit + 3
         try:
-            return original(speculation, rows, *args)
+            return original(speculation, *args)
         finally:
-            speculation._rows.limit = limit
+            speculation._table.limit = limit
 
     wrap(patch, Speculation, "reserve", reserve)
 
 
 @bug("may be at|at offset|compute tokens that do not exist|context_lens")
 def row_joins_the_run_with_unknown_tokens(patch: Patch) -> None:
-    patch.setattr(
-        Speculation, "may_join_run", lambda self, rows: [row for row in rows if not self._rows.draft_lens[row]]
-    )
+    def update(original: Any, speculation: Speculation) -> None:
+        unknown = speculation._table.num_unknown
+        speculation._table.num_unknown = np.zeros_like(unknown)
+        original(speculation)
+        speculation._table.num_unknown = unknown
+
+    wrap(patch, Speculation, "update", update)
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------

@@ -22,17 +22,21 @@ def mean(calls: Counter[str], num_steps: int) -> Counter[str]:
     return Counter({event: round(total / num_steps) for event, total in calls.items()})
 
 
-def calls_per_step(num_seqs: int, *, has_churn: bool = False, window: int | None = None) -> Counter[str]:
+def calls_per_step(
+    num_seqs: int, *, has_churn: bool = False, window: int | None = None, has_drafts: bool = False
+) -> Counter[str]:
     """Mean calls of a step, messages included, over one cycle in which every row opens one block. `has_churn`: in each
-    step one sequence ends and another begins. `window`: an attention window that all rows have left.
+    step one sequence ends and another begins. `window`: an attention window that all rows have left. `has_drafts`: all
+    rows speculate.
     """
     decode, calls = SteadyDecode(num_seqs, BLOCK_SIZE, window), Counter[str]()
     for _ in range(4):
-        decode.step(decode.answer(), has_messages=True)
+        decode.step(decode.answer_with_drafts() if has_drafts else decode.answer(), has_messages=True)
     for i in range(BLOCK_SIZE):
         if has_churn:
             decode.replace_one()
-        answer = decode.answer(ending_row=i if has_churn else None)
+        ending_row = i if has_churn else None
+        answer = decode.answer_with_drafts() if has_drafts else decode.answer(ending_row)
         with counted(calls):
             decode.step(answer, has_messages=True)
     return mean(calls, BLOCK_SIZE)
@@ -61,6 +65,13 @@ def test_calls_of_a_steady_step(num_seqs: int, python_calls: int, c_calls: int) 
 @pytest.mark.parametrize(("num_seqs", "python_calls", "c_calls"), [(1, 63, 60), (256, 102, 171)])
 def test_calls_of_a_step_with_a_window(num_seqs: int, python_calls: int, c_calls: int) -> None:
     calls = calls_per_step(num_seqs, window=256)
+    assert calls["call"] <= python_calls, "Python calls"
+    assert calls["c_call"] <= c_calls, "calls of C functions"
+
+
+@pytest.mark.parametrize(("num_seqs", "python_calls", "c_calls"), [(1, 108, 109), (256, 127, 290)])
+def test_calls_of_a_step_with_drafts(num_seqs: int, python_calls: int, c_calls: int) -> None:
+    calls = calls_per_step(num_seqs, has_drafts=True)
     assert calls["call"] <= python_calls, "Python calls"
     assert calls["c_call"] <= c_calls, "calls of C functions"
 
