@@ -100,7 +100,7 @@ class Speculation:
         if np.count_nonzero(left < 0):
             rows, left = rows[left >= 0], left[left >= 0]
         num_drafts = np.minimum(r.draft_lens[rows], left)
-        if len(rows) + int(num_drafts.sum()) > budget:
+        if len(rows) * (1 + MAX_DRAFTS) > budget and len(rows) + int(num_drafts.sum()) > budget:
             num_drafts[:] = 0
         # A worker that computes the next drafts with a model stores their keys and values before it answers.
         if not self._make_room(rows, np.minimum(2 * num_drafts, left + 1), r.num_used, append_blocks):
@@ -124,9 +124,10 @@ class Speculation:
         if not np.count_nonzero(lacks):
             return True
         rows, num_blocks = rows[lacks], -(-num_missing[lacks] // self._table.block_size)
-        if self._pool.num_free - int(num_blocks.sum()) < num_kept:
+        most = int(num_blocks[num_blocks.argmax()])  # faster than max()
+        if self._pool.num_free - most * len(rows) < num_kept:
             return False
-        for nth in range(int(num_blocks.max())):
+        for nth in range(most):
             append_blocks(rows[num_blocks > nth])
         return True
 
