@@ -38,8 +38,9 @@ from svc_common.memory import keep_freed_memory
 from svc_common.observe.metrics import Row
 from svc_common.tasks import cancel, one_ahead
 from worker_svc.engine.config import EngineInfo
+from worker_svc.engine.decoder.block_payload import Filled
 from worker_svc.executor import StepExecutor
-from worker_svc.kv_store.block_store import BlockStore, Committed
+from worker_svc.kv_store.block_store import READ_BYTES, BlockStore, Committed
 from worker_svc.kv_store.disk_tier import DiskTier
 from worker_svc.kv_store.memory_tier import MemoryTier
 from worker_svc.kv_store.nixl_memory import REST_S, NixlAgent, NixlError
@@ -58,7 +59,6 @@ READ_BLOCKS = "/quire.internal.v1.WorkerService/ReadBlocks"
 CALL_BYTES = 128 << 20  # of records between workers of one call, so of their shared memory
 MAX_MAPPED = 4  # memories of other workers
 MAX_CHANNELS = 16  # to other workers that are kept
-READ_BYTES = 4 << 20  # of records that are read from the tier by one thread at once
 PROGRESS_S = 0.001  # between looks at what NIXL receives
 WATCH_PAUSE_S = 0.1  # changes of the tier are sent together
 MAX_LISTED = 1 << 14  # digests in one message
@@ -321,15 +321,16 @@ class WorkerBlocks:
                 await self._write(order, batch, lease, records)
 
     async def _write(self, order: Order, batch: list[Found], lease: Lease, records: RecordFormat) -> None:
-        """Write blocks that follow those that are written to the pool."""
-        start = len(order.written)
-        targets = list(zip(order.wanted[start:], batch, strict=False))
-
-        def write() -> None:
-            for wanted, found in targets:
-                target = records.of(wanted.block_id)
-                target.blocks.write(wanted.block_id - target.first_id, wanted.tokens, found.payload)
-
+        """Write blocks of one format that follow those that are written to the pool."""
+        if not batch:
+            return
+        wanted = order.wanted[len(order.written) :][: len(batch)]
+        target = records.of(wanted[0].block_id)
+        filled = [
+            Filled(one.block_id - target.first_id, one.tokens, found.payload)
+            for one, found in zip(wanted, batch, strict=True)
+        ]
+        write = await asyncio.to_thread(target.blocks.writing, filled)
         await self._executor.write_blocks(lease, order.after_step_id, write)
         order.written += batch
 
@@ -337,7 +338,7 @@ class WorkerBlocks:
         if self.store is None:
             raise FetchEndedError("this worker has no tier")
         loop, store = asyncio.get_running_loop(), self.store
-        parts = [order.wanted[place] for _, place in _parts(records, order.block_ids, READ_BYTES)]
+        parts = [order.wanted[place] for _, place in records.parts(order.block_ids, READ_BYTES)]
         reads = [loop.run_in_executor(store.readers, store.read_all, part) for part in parts]
         try:
             for part, read in zip(parts, reads, strict=True):
@@ -355,7 +356,7 @@ class WorkerBlocks:
         num_found = 0
         try:
             async with self._connected(source.address, source.worker_id) as channel:
-                for of_part, place in _parts(records, order.block_ids, CALL_BYTES):
+                for of_part, place in records.parts(order.block_ids, CALL_BYTES):
                     part = order.wanted[place]
                     request = worker_pb2.ReadBlocksRequest(
                         worker_epoch=source.worker_epoch,
@@ -563,7 +564,7 @@ class WorkerBlocks:
         """The answers for each part of the wanted blocks, which one thread makes one after the other."""
         loop = asyncio.get_running_loop()
         outlet = self._outlet(request, sum(records.of(block).num_bytes for block, _ in wanted))
-        for of_part, found in _parts(records, [block for block, _ in wanted], MESSAGE_BYTES):
+        for of_part, found in records.parts([block for block, _ in wanted], MESSAGE_BYTES):
             yield loop.run_in_executor(self._senders, self._pack_part, outlet, of_part, wanted[found])
 
     def _pack_part(self, outlet: Outlet, records: RecordFormat, wanted: Sequence[tuple[int, bytes]]) -> list[Answer]:
@@ -580,9 +581,10 @@ class WorkerBlocks:
     def _pack_all(self, records: RecordFormat, wanted: Sequence[tuple[int, bytes]], into: memoryview) -> int:
         """Write the records of these blocks, one after the other. Returns how many, up to one that is not there."""
         places = np.frombuffer(into, np.uint8)[: len(wanted) * records.num_bytes].reshape(len(wanted), -1)
-        for count, ((block, digest), place) in enumerate(zip(wanted, places, strict=True)):
-            if not records.pack(digest, Origin(self._executor.worker_epoch, block), place):
-                return count
+        with records.reading(wanted) as reading:
+            for count, ((block, digest), place) in enumerate(zip(wanted, places, strict=True)):
+                if not reading.pack(digest, Origin(self._executor.worker_epoch, block), place):
+                    return count
         return len(wanted)
 
     # -- announcing ---------------------------------------------------------------------------------------------------
@@ -650,17 +652,6 @@ def _tiers_to_proto(tiers: Mapping[bytes, str | None]) -> Iterator[worker_pb2.Wa
             columns[tier] += digest
         in_memory, on_disk, removed = map(bytes, columns.values())
         yield worker_pb2.WatchTierResponse(added=on_disk, removed=removed, added_to_memory=in_memory)
-
-
-def _parts(records: RecordFormat, ids: Sequence[int], max_bytes: int) -> Iterator[tuple[RecordFormat, slice]]:
-    """What has these ids, in parts of one format, of at most `max_bytes` each if one record is not larger."""
-    start = 0
-    for end in range(1, len(ids) + 1):
-        part = records.of(ids[start])
-        is_full = (end + 1 - start) * part.num_bytes > max_bytes
-        if end == len(ids) or is_full or records.of(ids[end]) is not part:
-            yield part, slice(start, end)
-            start = end
 
 
 def _block_ids(request: worker_pb2.ReadBlocksRequest) -> U32:

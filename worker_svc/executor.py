@@ -67,7 +67,7 @@ from step_protocol.proto import output_to_proto
 from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.config import EngineInfo
-from worker_svc.engine.decoder.block_payload import MovableBlocks
+from worker_svc.engine.decoder.block_payload import Movable
 from worker_svc.engine.speculation.drafts import DraftCounts
 from worker_svc.engine.step_runner import StepRunner
 from worker_svc.lease import MAX_EPOCH_JUMP, Answer, Lease, StepOrderError, bad_epoch, superseded
@@ -328,6 +328,8 @@ class StepExecutor:
             self._check_turn(lease, step.batch)
             launched = self._guarded(step.batch, lambda: runner.launch(step.batch))
             self._record_run(self._loaded(), lease)
+            if self.on_step is not None:
+                self.on_step(step.batch, lease.epoch, step.commit_tags)
         except Exception as error:
             return error
         return launched
@@ -451,7 +453,7 @@ class StepExecutor:
         self._check_current(lease)
         return blocks
 
-    def movable_blocks(self) -> MovableBlocks | None:
+    def movable_blocks(self) -> Movable | None:
         """The blocks of the pool as bytes; None if the model's blocks cannot leave it."""
         return self._loaded().movable_blocks()
 

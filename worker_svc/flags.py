@@ -154,7 +154,7 @@ FLAGS = (
             "which work placement prefers for this worker: prompts, whose streams then leave for a decode worker with "
             "their blocks (prefill), streams (decode), or both. Needs --kv-transfer", default="both",
         ),
-    ), "backend cpu; see docs/kv-moves.md"),
+    ), "all backends; see docs/kv-moves.md"),
     FlagGroup("compute", (
         Flag("--backend", text, "cpu, cuda, or reference (plain torch, slow)", default="cpu", metavar="NAME"),
         Flag("--attention", one_of(*ATTENTION),
@@ -268,9 +268,14 @@ def check_node_flags(args: argparse.Namespace) -> None:
 
 
 def check_transfer(args: argparse.Namespace) -> None:
-    """Raises ValueError if streams could not leave or reach a worker of this role, or NIXL could not be used."""
+    """Raises ValueError if blocks cannot move, or streams could not leave or reach a worker of this role."""
     if args.role != "both" and not args.kv_transfer:
         raise ValueError(f"--role {args.role} needs --kv-transfer: streams take their blocks along")
+    if args.tensor_parallel_size > 1 and (args.kv_host_memory or args.kv_disk or args.kv_transfer):
+        raise ValueError(
+            f"--tensor-parallel-size {args.tensor_parallel_size} cannot be set together with --kv-host-memory, "
+            "--kv-disk or --kv-transfer: each device has a part of every block"
+        )
     if args.kv_nixl and not args.kv_transfer:
         raise ValueError("--kv-nixl needs --kv-transfer: it is a way to exchange blocks")
     if args.kv_nixl and not has_nixl():

@@ -1,24 +1,34 @@
-"""What steps compute besides tokens, on the whole model: embeddings, logits of ids, prompt embeddings, beams."""
+"""What steps compute besides tokens, on the whole model: embeddings, logits of ids, prompt embeddings, beams. Blocks
+that leave the pool and come back."""
 
 from __future__ import annotations
 
+import statistics
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.gpu.model import Rows, load, make_checkpoint
+from bench.gpu.model import Rows, load, make_checkpoint, time_decode
 from bench.gpu.report import Report, relative_error
 from prefix_index.content_ids import content_ids, input_digest
 from step_protocol.messages import CarriedInput, Pooling, PoolingKind, PoolingTask, StepOutput
+from worker_svc.engine.decoder.block_payload import Filled
+from worker_svc.engine.gpu.device_blocks import DeviceBlocks
 from worker_svc.engine.gpu.runner import DeviceRunner
+from worker_svc.kv_store.record import Origin, RecordFormat
 
 MEAN, LAST = (Pooling(PoolingTask.VECTOR, kind) for kind in (PoolingKind.MEAN, PoolingKind.LAST))
 ANSWERS = Pooling(PoolingTask.LOGITS, token_ids=np.array([5, 198, 0], np.uint32))
 TOP = 8  # candidates of a beam
 DECODED = 6  # steps after a prompt
 LOGPROB_ERROR = 1e-5
+MOVED_BYTES = 64 << 20
+REPEATS = 9
 
 
 def extras(report: Report) -> None:
@@ -117,3 +127,118 @@ def _theirs(folder: Path, dtype: torch.dtype, prompt: list[int], report: Report)
     del model
     report.release()
     return {row: values.cpu() for row, values in found.items()}
+
+
+def blocks(report: Report) -> None:
+    """Moves of blocks between the device and host memory, beside plain copies; then steps while blocks are read."""
+    runner = load(make_checkpoint(report), report, determinism="exact", cuda_graphs="lazy", block_size=64)
+    moved = runner.movable_blocks()
+    if moved is None:
+        raise RuntimeError("blocks of an engine with one device do not move: a bug in the engine")
+    _check_moved_row(report, runner, moved)
+    count = min(max(1, MOVED_BYTES // moved.payload_bytes), moved.num_blocks // 2)
+    digests = [number.to_bytes(16, "little") for number in range(count)]
+    runner._commit_blocks(np.arange(count), digests)
+    _time_moves(report, runner, moved, digests)
+    _time_steps(report, runner, moved, digests)
+
+
+def _copies(moved: DeviceBlocks, digests: list[bytes]) -> list[Filled]:
+    """The first blocks, for as many blocks behind them."""
+    found = []
+    with moved.reading(list(enumerate(digests))) as reader:
+        for block, digest in enumerate(digests):
+            content = reader.read(block, digest)
+            if content is None:
+                raise RuntimeError(f"block {block} was not read")
+            found.append(Filled(len(digests) + block, *content))
+    return found
+
+
+def _check_moved_row(report: Report, runner: DeviceRunner, moved: DeviceBlocks) -> None:
+    """A row that starts from moved blocks gives the bits of the row that computed them."""
+    count = 40 if report.is_smoke else 900
+    prompt = np.random.default_rng(3).integers(3, runner.info.vocab_size, count).tolist()
+    num_blocks = count // moved.block_size
+    start = num_blocks * moved.block_size
+    rows = Rows(runner, [prompt] * 2, room=DECODED + 2, computed=[0, start], fields=[{"logprobs": 1}] * 2)
+    digests = [bytes([number]) * 16 for number in range(num_blocks)]
+    found = []
+    for row in range(2):
+        chunks = [start, count - start, *[1] * DECODED] if row == 0 else [count - start, *[1] * DECODED]
+        outputs = [rows.launch({row: chunk}).result() for chunk in chunks][-1 - DECODED :]
+        found.append([(output.token_ids.tolist(), output.logprobs.logprobs.tolist()) for output in outputs])
+        if row == 0:
+            runner._commit_blocks(np.arange(num_blocks), digests)
+            first = int(rows._firsts[1]) - num_blocks
+            moved.writing([one._replace(block=first + one.block) for one in _copies(moved, digests)])()
+    report.row("blocks", "row from moved blocks = computed, bits", ok=found[0] == found[1], note=f"{num_blocks} blocks")
+
+
+def _time_moves(report: Report, runner: DeviceRunner, moved: DeviceBlocks, digests: list[bytes]) -> None:
+    count, is_cuda = len(digests), not report.is_smoke
+    num_bytes, wanted = count * moved.payload_bytes, list(enumerate(digests))
+    device = torch.empty(num_bytes, dtype=torch.uint8, device=report.device)
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+    records = RecordFormat(bytes(16), moved)
+    places = np.empty((count, records.num_bytes), np.uint8)
+    filled = _copies(moved, digests)
+
+    def pack() -> None:
+        with records.reading(wanted) as reading:
+            for (block, digest), place in zip(wanted, places, strict=True):
+                reading.pack(digest, Origin(1, block), place)
+
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("plain copy to the host", lambda: host.copy_(device, non_blocking=True)),
+        ("blocks to pinned memory", lambda: moved.reading(wanted).__enter__()),
+        ("blocks to records with checksums", pack),
+        ("plain copy to the device", lambda: device.copy_(host, non_blocking=True)),
+        ("payloads to blocks", lambda: moved.writing(filled)()),
+    ]
+    for name, call in calls:
+        ms = _median_ms(report, call)
+        report.row("blocks", name, ms=ms, num_bytes=num_bytes, note=f"{count} blocks of {moved.payload_bytes} bytes")
+    pool = runner._pool
+    same = torch.equal(pool[:, :, :count], pool[:, :, count : 2 * count])
+    report.row("blocks", "moved blocks = blocks, bits", ok=same, note=f"{num_bytes >> 20} MiB")
+
+
+def _median_ms(report: Report, call: Callable[[], object]) -> float:
+    """By the host's clock, until the device is done. The first calls allocate."""
+    times = []
+    for _ in range(1 if report.is_smoke else 2 + REPEATS):
+        report.synchronize()
+        started = time.perf_counter()
+        call()
+        report.synchronize()
+        times.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times[-REPEATS:])
+
+
+def _time_steps(report: Report, runner: DeviceRunner, moved: DeviceBlocks, digests: list[bytes]) -> None:
+    """Decode steps alone, and while a thread reads blocks without a pause, as the writer of a tier that is behind."""
+    ends, num_read = threading.Event(), [0]
+    kept = list(range(moved.num_blocks - len(digests), moved.num_blocks))
+    runner._commit_blocks(np.array(kept), digests)
+    wanted = list(zip(kept, digests, strict=True))[: max(1, (8 << 20) // moved.payload_bytes)]
+
+    def read() -> None:
+        while not ends.is_set():
+            with moved.reading(wanted):
+                num_read[0] += len(wanted)
+
+    shape = (3, 30) if report.is_smoke else (64, 512)
+    alone = time_decode(runner, report, *shape)
+    thread = threading.Thread(target=read)
+    thread.start()
+    started = time.perf_counter()
+    try:
+        beside = time_decode(runner, report, *shape)
+    finally:
+        ends.set()
+        thread.join()
+    rate = num_read[0] * moved.payload_bytes / (time.perf_counter() - started) / 1e9
+    for name, ms in (("alone", alone), ("while blocks are read", beside)):
+        note = f"{rate:.1f} GB/s are read" if name != "alone" else ""
+        report.row("blocks", f"decode B {shape[0]} ctx {shape[1]} {name}", ms=ms, note=note)

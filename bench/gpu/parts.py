@@ -55,6 +55,7 @@ PARTS: dict[int, tuple[Section, ...]] = {
         _speed("filtered_through_grpc", 110.0, "bench.gpu.serving:filtered_through_grpc"),
         _speed("other_caches", 35.0, "bench.gpu.kernels:other_caches"),
         Section("extras", 45.0, "bench.gpu.extras:extras"),
+        Section("blocks", 45.0, "bench.gpu.extras:blocks"),
         Section("invariance", 25.0, "bench.gpu.small_kernels:invariance"),
         _speed("small_kernels", 25.0, "bench.gpu.small_kernels:small_kernels"),
         _speed("products", 25.0, "bench.gpu.products:products"),

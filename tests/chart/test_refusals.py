@@ -36,6 +36,10 @@ COMBINATIONS = [
         "gateway.admin.console.port is 9090, the same as ports.metrics: set different ports",
     ),
     (pools({"role": "decode"}), 'pool "cpu" has role decode, but its streams cannot move: set kvTransfer'),
+    (
+        pools({"gpuCount": 2, "kvTransfer": True}),
+        'pool "cpu" has gpuCount 2, whose blocks cannot move: leave kvHostMemory',
+    ),
     # a removed section or value
     ({"gateway": {"tls": None}}, "at '/gateway': missing property 'tls'"),
     ({"gateway": {"replicas": None}}, "at '/gateway': missing property 'replicas'"),

@@ -329,6 +329,7 @@ async def test_a_worker_without_the_flags_moves_nothing(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (("--role", "decode"), "--role decode needs --kv-transfer"),
+        (("--kv-transfer", "--tensor-parallel-size", "2"), "--tensor-parallel-size 2 cannot be set together with"),
         (("--kv-nixl",), "--kv-nixl needs --kv-transfer"),
         (("--kv-transfer", "--kv-nixl"), "needs the package nixl: pip install 'quire[nixl]'"),
     ],

@@ -20,7 +20,7 @@ import torch
 import triton
 
 from bench.gpu import counters, exact_bits, kernel_times, model, peers, self_checks, toolchain
-from bench.gpu.extras import extras
+from bench.gpu.extras import blocks, extras
 from bench.gpu.libraries import libraries
 from bench.gpu.parts import PARTS, chosen_sections
 from bench.gpu.products import products
@@ -127,6 +127,15 @@ def test_embeddings_and_beams_pass_their_checks(tmp_path):
     report = Report(is_smoke=True, scratch=tmp_path)
     extras(report)
     assert [row["ok"] for row in report.rows] == [True] * 6
+
+
+def test_moved_blocks_pass_their_checks(tmp_path, monkeypatch):
+    monkeypatch.setattr(model, "SMOKE_SETTINGS", model.SMOKE_SETTINGS | {"kernels": "torch"})
+    report = Report(is_smoke=True, scratch=tmp_path)
+    blocks(report)
+    verdicts = {row["name"]: row["ok"] for row in report.rows if row["ok"] is not None}
+    names = ("row from moved blocks = computed, bits", "moved blocks = blocks, bits")
+    assert verdicts == dict.fromkeys(names, True)
 
 
 def compiles(report):

@@ -81,7 +81,8 @@ async def launched(device, count):
 
 
 async def test_a_step_starts_before_the_previous_one_is_answered(executor):
-    lease = executor.lease(1, "scheduler")
+    lease, seen = executor.lease(1, "scheduler"), []
+    executor.on_step = lambda batch, epoch, tags: seen.append(batch.step_id)
     [first], [second] = executor.submit([step(lease, 1)]), executor.submit([step(lease, 2)])
     await launched(executor.device, 2)
     assert executor.device.launched == [1, 2]
@@ -93,6 +94,7 @@ async def test_a_step_starts_before_the_previous_one_is_answered(executor):
     assert executor.num_in_flight == 0
     [kept] = executor.submit([step(lease, 2)])
     assert kept.result().step_id == 2  # not run again
+    assert seen == [1, 2]
 
 
 async def test_a_fault_that_is_reported_late_is_fatal(executor):

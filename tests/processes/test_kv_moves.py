@@ -45,22 +45,25 @@ def wait_for_records(folder: Path, count: int) -> None:
 def write_model(folder: Path, name: str) -> Path:
     """A model whose rows start from blocks, or one whose rows start from snapshots or blocks of windows too."""
     folder.mkdir()
-    return make_checkpoint(folder) if name == "attention" else make_model(folder, name)
+    return make_checkpoint(folder) if name in ("attention", "cuda") else make_model(folder, name)
 
 
+# The engine for GPUs, on a CPU.
+BACKENDS = {"cuda": ("--backend", "cuda", "--kernels", "torch", "--block-size", str(BLOCK_SIZE))}
 NUM_BLOCKS = (len(PROMPT) + 23) // BLOCK_SIZE
 NUM_RECORDS = {"attention": NUM_BLOCKS, "qwen3_5": NUM_BLOCKS + 4, "gemma3": 2 * NUM_BLOCKS, "bamba": NUM_BLOCKS + 4}
-NUM_RECORDS["starcoder2"] = NUM_BLOCKS  # all layers have windows
+NUM_RECORDS |= dict.fromkeys(("cuda", "starcoder2"), NUM_BLOCKS)  # all layers of starcoder2 have windows
 DEEP = [pytest.param("bamba", marks=pytest.mark.deep)]
 
 
-@pytest.mark.parametrize("name", ["attention", "qwen3_5", "gemma3", "starcoder2", *DEEP])
+@pytest.mark.parametrize("name", ["attention", "cuda", "qwen3_5", "gemma3", "starcoder2", *DEEP])
 async def test_a_worker_that_was_killed_is_warm_again(tmp_path: Path, name: str) -> None:
     disk = tmp_path / "tier"
     with Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler()
         model = write_model(tmp_path / "model", name)
-        worker = stack.start_worker(scheduler, model, *FLAGS, "--kv-disk", str(disk))
+        flags = (*FLAGS, *BACKENDS.get(name, ()), "--kv-disk", str(disk))
+        worker = stack.start_worker(scheduler, model, *flags)
         async with await stack.connect(stack.start_gateway(scheduler)) as client:
             expected, num_cached = await answer(client)
             assert num_cached == 0
@@ -132,10 +135,15 @@ async def test_streams_of_a_drained_worker_take_their_blocks_along(tmp_path: Pat
 
 @pytest.mark.parametrize(
     "name",
-    ["attention", "qwen3_5", *DEEP, *(pytest.param(n, marks=pytest.mark.deep) for n in ("gemma3", "starcoder2"))],
+    [
+        "attention",
+        "cuda",
+        "qwen3_5",
+        *(pytest.param(n, marks=pytest.mark.deep) for n in ("bamba", "gemma3", "starcoder2")),
+    ],
 )
 async def test_streams_leave_a_prefill_worker_for_a_decode_worker_that_is_killed(tmp_path: Path, name: str) -> None:
-    flags = (*FLAGS, "--kv-transfer", "--role")
+    flags = (*FLAGS, *BACKENDS.get(name, ()), "--kv-transfer", "--role")
     prompts = [[number, *PROMPT] for number in range(4)]
     with Stack(tmp_path) as stack:
         model = write_model(tmp_path / "model", name)

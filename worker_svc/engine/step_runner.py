@@ -13,7 +13,7 @@ import numpy as np
 from step_protocol.columns import I64, U32, Bools
 from step_protocol.messages import EMPTY, BadBatchError, RowErrorCode, RowOpen, StepBatch, StepOutput
 from worker_svc.engine.config import EngineConfig, EngineInfo
-from worker_svc.engine.decoder.block_payload import MovableBlocks
+from worker_svc.engine.decoder.block_payload import Movable
 from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.step_checker import CheckedStep, StepChecker
@@ -131,7 +131,7 @@ class StepRunner(ABC):
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
         """Block ids [N], their digests and their tokens [N, block_size] of all committed blocks, in pieces."""
 
-    def movable_blocks(self) -> MovableBlocks | None:
+    def movable_blocks(self) -> Movable | None:
         """The blocks of the pool as bytes; None if they cannot leave it."""
         return None
 

@@ -30,6 +30,7 @@ from worker_svc.seals import SEAL_BYTES
 
 log = logging.getLogger(__name__)
 
+READ_BYTES = 4 << 20  # of records that are read by one thread at once
 MAX_QUEUED = 1 << 14  # committed blocks that wait for the writer
 WRITER_NICENESS = 10
 NUM_READERS = 2
@@ -107,14 +108,15 @@ class BlockStore:
         with contextlib.suppress(OSError):  # steps come first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
         while (committed := self._next()) is not None:
-            for digest, origin in committed.origins():
+            blocks = list(committed.origins())
+            for record_format, place in self._format.parts(committed.block_ids.tolist(), READ_BYTES):
                 if self._is_closed:
                     return
                 try:
-                    self._write(digest, origin)
-                except Exception:  # one block must not end the thread
-                    log.exception("a block could not be written to the tier")
-                    self.tiers[0].counts.num_dropped += 1
+                    self._write(record_format, blocks[place])
+                except Exception:  # some blocks must not end the thread
+                    log.exception("blocks could not be written to the tier")
+                    self.tiers[0].counts.num_dropped += place.stop - place.start
             with self._wake:
                 self.num_queued -= len(committed.block_ids)
 
@@ -124,16 +126,16 @@ class BlockStore:
                 self._wake.wait()
             return None if self._is_closed else self._queue.popleft()
 
-    def _write(self, digest: bytes, origin: Origin) -> None:
+    def _write(self, record_format: RecordFormat, blocks: Sequence[tuple[bytes, Origin]]) -> None:
         first = self.tiers[0]
-        if first.touch(digest):
-            return
-        record_format = self._format.of(origin.block_id)
-        record = np.empty(record_format.num_bytes, np.uint8)
-        if record_format.pack(digest, origin, record):
-            first.put(digest, record)
-        else:  # it is evicted already
-            first.counts.num_dropped += 1
+        new = [(digest, origin) for digest, origin in blocks if not first.touch(digest)]
+        with record_format.reading([(origin.block_id, digest) for digest, origin in new]) as records:
+            for digest, origin in new:
+                record = np.empty(records.num_bytes, np.uint8)
+                if records.pack(digest, origin, record):
+                    first.put(digest, record)
+                else:  # it is evicted already
+                    first.counts.num_dropped += 1
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

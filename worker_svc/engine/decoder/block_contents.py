@@ -35,6 +35,11 @@ class BlockContents:
         if self._num_writes is None:
             self._num_writes = np.zeros(self.num_blocks, np.int64)
 
+    @property
+    def has_readers(self) -> bool:
+        """Whether other threads read blocks."""
+        return self._num_writes is not None
+
     def version(self, block: int, digest: bytes) -> int | None:
         """Changes with each write of the block; None unless the block is committed with this digest. Any thread may
         call it.
@@ -57,6 +62,11 @@ class BlockContents:
         """Records the tokens whose keys and values are being written."""
         self.uncommit(slots // self.block_size)
         self.fill_tokens(slots, token_ids)
+
+    def write_block(self, block: int, token_ids: U32) -> None:
+        """The same for all tokens of a block."""
+        first = block * self.block_size
+        self.write_tokens(np.arange(first, first + self.block_size), token_ids.astype(np.int64))
 
     def fill_tokens(self, slots: I64, token_ids: I64) -> None:
         """Records tokens that became known after they were written; committed blocks stay committed."""

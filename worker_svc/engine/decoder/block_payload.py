@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from step_protocol.columns import I64, U32
+from step_protocol.columns import U32
 from worker_svc.engine.decoder.block_contents import BlockContents
 
 Bytes = npt.NDArray[np.uint8]
@@ -22,7 +23,25 @@ class BlockPart(NamedTuple):
     array: Bytes
 
 
-class Movable(Protocol):
+class Filled(NamedTuple):
+    """What a block gets."""
+
+    block: int
+    tokens: U32
+    payload: Bytes
+
+
+class Reader(Protocol):
+    """Payloads of committed blocks."""
+
+    def read(self, block: int, digest: bytes, into: Bytes | None = None) -> tuple[U32, Bytes] | None:
+        """The tokens and the payload of a block, which may be written to `into`. None if it is not committed with this
+        digest, or was written during the read.
+        """
+        ...
+
+
+class Movable(Reader, Protocol):
     """What can leave a worker and enter another one, as numbered payloads of equal size."""
 
     @property
@@ -48,18 +67,37 @@ class Movable(Protocol):
         """Those of the blocks that are committed, and their digests. Called in the model thread."""
         ...
 
-    def read(self, block: int, digest: bytes, into: Bytes | None = None) -> tuple[U32, Bytes] | None:
-        """The tokens and the payload of a block, which may be written to `into`. None if it is not committed with this
-        digest, or was written during the read.
-        """
+    def reading(self, wanted: Sequence[tuple[int, bytes]]) -> AbstractContextManager[Reader]:
+        """For reads of these blocks, by their digests, in this thread: those on a device are copied at once."""
         ...
 
     def write(self, block: int, tokens: U32, payload: Bytes) -> None:
-        """Fills a block. It is not committed."""
+        """Fills a block. It is not committed. Called in the model thread."""
+        ...
+
+    def writing(self, filled: Sequence[Filled]) -> Callable[[], None]:
+        """Copies payloads to where the blocks are, in any thread. The result fills the blocks, in the model thread."""
         ...
 
 
-class MovableBlocks:
+class InHostMemory:
+    """The part of `Movable` that needs no copies, because host memory has the blocks."""
+
+    def reading(self, wanted: Sequence[tuple[int, bytes]]) -> AbstractContextManager[Self]:
+        return nullcontext(self)
+
+    def write(self, block: int, tokens: U32, payload: Bytes) -> None:
+        raise NotImplementedError
+
+    def writing(self, filled: Sequence[Filled]) -> Callable[[], None]:
+        def write() -> None:
+            for one in filled:
+                self.write(*one)
+
+        return write
+
+
+class MovableBlocks(InHostMemory):
     """Reads committed blocks in any thread while steps run, and writes blocks in the model thread.
 
     The payload of a block is the concatenation of its parts, in the order of the parts and of the layers. These are the
@@ -109,9 +147,7 @@ class MovableBlocks:
         return (tokens, payload) if self._contents.version(place, digest) == version else None
 
     def write(self, block: int, tokens: U32, payload: Bytes) -> None:
-        first = (self._blocks.start + block) * self.block_size
-        slots: I64 = np.arange(first, first + self.block_size)
-        self._contents.write_tokens(slots, tokens.astype(np.int64))
+        self._contents.write_block(self._blocks.start + block, tokens)
         for part, place in self._places(payload):
             part.array[:, block] = place
 

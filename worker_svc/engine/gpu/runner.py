@@ -25,6 +25,7 @@ from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.engine.engine_info import choose_max_model_len
 from worker_svc.engine.gpu.check import StartCheck
 from worker_svc.engine.gpu.collectives.group import Group
+from worker_svc.engine.gpu.device_blocks import DeviceBlocks
 from worker_svc.engine.gpu.kernels import forms
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
 from worker_svc.engine.gpu.kernels.sampler import filters
@@ -165,6 +166,11 @@ class DeviceRunner(StepRunner):
         self._settle_all()
         return self._contents.committed_blocks()
 
+    def movable_blocks(self) -> DeviceBlocks | None:
+        if self._group.size > 1:  # each has its heads of a block
+            return None
+        return DeviceBlocks(self._contents, self._pool, self._settle_finished)
+
     def reset_rows(self) -> None:
         self._group.send(RESET_ROWS)
         super().reset_rows()
@@ -214,11 +220,15 @@ class DeviceRunner(StepRunner):
         self._compute.processing.move(rows, self._rows)
 
     def _copy_blocks(self, sources: I64, targets: I64) -> None:
+        self._contents.uncommit(targets)
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self._pool[:, :, target].copy_(self._pool[:, :, source])
-        self._contents.uncommit(targets)
 
     def _commit_blocks(self, blocks: I64, digests: list[bytes]) -> None:
+        """Readers of committed blocks wait for no step: schedulers commit the blocks of answered ones."""
+        size = self.info.block_size
+        if self._contents.has_readers and any(step.writes.touch(blocks, size) for step in self._in_flight):
+            self._settle_all()
         self._contents.commit(blocks, digests)
 
     def _compute_step(

@@ -20,7 +20,7 @@ from prefix_index.hashing import STATE_ID_BYTES, state_id
 from step_protocol.columns import I32, I64, U32, Bools
 from step_protocol.messages import RowOpen, StepBatch
 from worker_svc.engine.backend import SnapshotColumns
-from worker_svc.engine.decoder.block_payload import Bytes, Movable
+from worker_svc.engine.decoder.block_payload import Bytes, InHostMemory, Movable
 from worker_svc.engine.rows.errors import RowErrors
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class RowStates:
         return MovableSnapshots(self._pool, self._kept)
 
 
-class MovableSnapshots:
+class MovableSnapshots(InHostMemory):
     """Snapshots as `MovableBlocks` are blocks: read in any thread while steps run, written in the model thread.
 
     In place of the tokens of a block they have the words of their `state_id`. A reader names a snapshot by the digest

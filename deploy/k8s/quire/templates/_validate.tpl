@@ -125,6 +125,9 @@
 {{- if and (ne .backend "cuda") (or (eq .dtype "float16") (eq .kvCacheDtype "fp8")) -}}
 {{- fail (printf "pool %q has dtype %s and kvCacheDtype %s but no GPU: float16 and fp8 need gpuCount 1 or more" .name .dtype .kvCacheDtype) -}}
 {{- end -}}
+{{- if and (gt (mul (int .gpuCount) (int .nodesPerWorker)) 1) (or .kvHostMemory .kvDisk .kvTransfer) -}}
+{{- fail (printf "pool %q has %s, whose blocks cannot move: leave kvHostMemory and kvDisk empty and kvTransfer false for it" .name (include "quire.gpusOfWorker" .)) -}}
+{{- end -}}
 {{- if and (eq .executor "sim") (int .gpuCount) -}}
 {{- fail (printf "pool %q has executor sim, which uses no GPU: set gpuCount to 0" .name) -}}
 {{- end -}}

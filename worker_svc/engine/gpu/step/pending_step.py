@@ -32,6 +32,12 @@ class Writes:
     extras: StepExtras | None = None  # None: the step computes nothing but tokens
     drafts: StepDrafts | None = None  # None: the worker computes no drafts
 
+    def touch(self, blocks: I64, block_size: int) -> bool:
+        """Whether the step writes to one of these blocks."""
+        slots = self.slots if self.drafts is None else np.append(self.slots, self.drafts.verified.slots)
+        written = np.append(self.copies[1], slots // block_size)
+        return bool(np.isin(blocks, written).any())
+
 
 NO_IDS: I64 = np.empty(0, np.int64)
 
