@@ -7,6 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from bench.gpu.model import Rows, load, make_checkpoint, time_decode
 from bench.gpu.report import Report, relative_error
 from prefix_index.content_ids import content_ids, input_digest
 from step_protocol.messages import CarriedInput, Pooling, PoolingKind, PoolingTask, StepOutput
+from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.engine.decoder.block_payload import Filled
 from worker_svc.engine.gpu.device_blocks import DeviceBlocks
 from worker_svc.engine.gpu.runner import DeviceRunner
@@ -131,16 +133,15 @@ def _theirs(folder: Path, dtype: torch.dtype, prompt: list[int], report: Report)
 
 def blocks(report: Report) -> None:
     """Moves of blocks between the device and host memory, beside plain copies; then steps while blocks are read."""
-    runner = load(make_checkpoint(report), report, determinism="exact", cuda_graphs="lazy", block_size=64)
+    runner = load(make_checkpoint(report), report, determinism="exact", cuda_graphs="lazy")
     moved = runner.movable_blocks()
     if moved is None:
         raise RuntimeError("blocks of an engine with one device do not move: a bug in the engine")
     _check_moved_row(report, runner, moved)
-    count = min(max(1, MOVED_BYTES // moved.payload_bytes), moved.num_blocks // 2)
-    digests = [number.to_bytes(16, "little") for number in range(count)]
-    runner._commit_blocks(np.arange(count), digests)
-    _time_moves(report, runner, moved, digests)
-    _time_steps(report, runner, moved, digests)
+    _time_plain_copies(report)
+    for size in (8,) if report.is_smoke else (16, 64, 256):
+        _time_moves(report, runner._pool, size)
+    _time_steps(report, runner, moved)
 
 
 def _copies(moved: DeviceBlocks, digests: list[bytes]) -> list[Filled]:
@@ -175,14 +176,25 @@ def _check_moved_row(report: Report, runner: DeviceRunner, moved: DeviceBlocks) 
     report.row("blocks", "row from moved blocks = computed, bits", ok=found[0] == found[1], note=f"{num_blocks} blocks")
 
 
-def _time_moves(report: Report, runner: DeviceRunner, moved: DeviceBlocks, digests: list[bytes]) -> None:
-    count, is_cuda = len(digests), not report.is_smoke
-    num_bytes, wanted = count * moved.payload_bytes, list(enumerate(digests))
-    device = torch.empty(num_bytes, dtype=torch.uint8, device=report.device)
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
-    records = RecordFormat(bytes(16), moved)
+def _time_plain_copies(report: Report) -> None:
+    device = torch.empty(MOVED_BYTES, dtype=torch.uint8, device=report.device)
+    host = torch.empty(MOVED_BYTES, dtype=torch.uint8, pin_memory=not report.is_smoke)
+    for name, target, source in (("host", host, device), ("device", device, host)):
+        ms = _median_ms(report, partial(target.copy_, source, non_blocking=True))
+        report.row("blocks", f"plain copy to the {name}", ms=ms, num_bytes=MOVED_BYTES)
+
+
+def _time_moves(report: Report, pool: torch.Tensor, size: int) -> None:
+    """The pool as if its blocks had `size` tokens. The first blocks are copied to those behind them."""
+    layers, pair, num_blocks, whole, *heads = pool.shape
+    pool = pool.view(layers, pair, num_blocks * whole // size, size, *heads)
+    contents = BlockContents(pool.shape[2], size)
+    moved = DeviceBlocks(contents, pool, lambda: None)
+    count = min(max(1, MOVED_BYTES // moved.payload_bytes), moved.num_blocks // 2)
+    digests = [number.to_bytes(16, "little") for number in range(count)]
+    contents.commit(np.arange(count), digests)
+    wanted, records, filled = list(enumerate(digests)), RecordFormat(bytes(16), moved), _copies(moved, digests)
     places = np.empty((count, records.num_bytes), np.uint8)
-    filled = _copies(moved, digests)
 
     def pack() -> None:
         with records.reading(wanted) as reading:
@@ -190,18 +202,16 @@ def _time_moves(report: Report, runner: DeviceRunner, moved: DeviceBlocks, diges
                 reading.pack(digest, Origin(1, block), place)
 
     calls: list[tuple[str, Callable[[], object]]] = [
-        ("plain copy to the host", lambda: host.copy_(device, non_blocking=True)),
-        ("blocks to pinned memory", lambda: moved.reading(wanted).__enter__()),
-        ("blocks to records with checksums", pack),
-        ("plain copy to the device", lambda: device.copy_(host, non_blocking=True)),
-        ("payloads to blocks", lambda: moved.writing(filled)()),
+        ("to pinned memory", lambda: moved.reading(wanted).__enter__()),
+        ("to records with checksums", pack),
+        ("to the device", lambda: moved.writing(filled)()),
     ]
+    num_bytes = count * moved.payload_bytes
     for name, call in calls:
-        ms = _median_ms(report, call)
-        report.row("blocks", name, ms=ms, num_bytes=num_bytes, note=f"{count} blocks of {moved.payload_bytes} bytes")
-    pool = runner._pool
+        note = f"{count} of {moved.payload_bytes >> 10} KiB"
+        report.row("blocks", f"{size} tokens, {name}", ms=_median_ms(report, call), num_bytes=num_bytes, note=note)
     same = torch.equal(pool[:, :, :count], pool[:, :, count : 2 * count])
-    report.row("blocks", "moved blocks = blocks, bits", ok=same, note=f"{num_bytes >> 20} MiB")
+    report.row("blocks", f"{size} tokens, copies = blocks, bits", ok=same and bool(pool[:, :, :count].any()))
 
 
 def _median_ms(report: Report, call: Callable[[], object]) -> float:
@@ -216,21 +226,18 @@ def _median_ms(report: Report, call: Callable[[], object]) -> float:
     return statistics.median(times[-REPEATS:])
 
 
-def _time_steps(report: Report, runner: DeviceRunner, moved: DeviceBlocks, digests: list[bytes]) -> None:
-    """Decode steps alone, and while a thread reads blocks without a pause, as the writer of a tier that is behind."""
-    ends, num_read = threading.Event(), [0]
-    kept = list(range(moved.num_blocks - len(digests), moved.num_blocks))
-    runner._commit_blocks(np.array(kept), digests)
-    wanted = list(zip(kept, digests, strict=True))[: max(1, (8 << 20) // moved.payload_bytes)]
+def _time_steps(report: Report, runner: DeviceRunner, moved: DeviceBlocks) -> None:
+    """Decode steps alone, and while a thread reads a block without a pause, as the writer of a tier that is behind."""
+    last, digest, ends, num_read = moved.num_blocks - 1, bytes(16), threading.Event(), [0]
+    runner._commit_blocks(np.array([last]), [digest])
 
     def read() -> None:
         while not ends.is_set():
-            with moved.reading(wanted):
-                num_read[0] += len(wanted)
+            with moved.reading([(last, digest)]):
+                num_read[0] += 1
 
     shape = (3, 30) if report.is_smoke else (64, 512)
-    alone = time_decode(runner, report, *shape)
-    thread = threading.Thread(target=read)
+    alone, thread = time_decode(runner, report, *shape), threading.Thread(target=read)
     thread.start()
     started = time.perf_counter()
     try:
@@ -239,6 +246,5 @@ def _time_steps(report: Report, runner: DeviceRunner, moved: DeviceBlocks, diges
         ends.set()
         thread.join()
     rate = num_read[0] * moved.payload_bytes / (time.perf_counter() - started) / 1e9
-    for name, ms in (("alone", alone), ("while blocks are read", beside)):
-        note = f"{rate:.1f} GB/s are read" if name != "alone" else ""
-        report.row("blocks", f"decode B {shape[0]} ctx {shape[1]} {name}", ms=ms, note=note)
+    report.row("blocks", f"decode B {shape[0]} ctx {shape[1]}", ms=alone)
+    report.row("blocks", "the same while blocks are read", ms=beside, note=f"{rate:.1f} GB/s are read")

@@ -134,7 +134,7 @@ def test_moved_blocks_pass_their_checks(tmp_path, monkeypatch):
     report = Report(is_smoke=True, scratch=tmp_path)
     blocks(report)
     verdicts = {row["name"]: row["ok"] for row in report.rows if row["ok"] is not None}
-    names = ("row from moved blocks = computed, bits", "moved blocks = blocks, bits")
+    names = ("row from moved blocks = computed, bits", "8 tokens, copies = blocks, bits")
     assert verdicts == dict.fromkeys(names, True)
 
 
