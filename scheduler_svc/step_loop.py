@@ -279,7 +279,7 @@ class StepLoop:
 
     def search_ended(self, search: BlockSearch, lent: LentBlocks | None) -> None:
         """Another scheduler lends these blocks, or has ceased to (None)."""
-        self._post(lambda: self.core.end_search(search, lent))
+        self._post(lambda: self.core.end_search(search, lent, self._now))
 
     def lend(self, wanted: WantedPrefix) -> asyncio.Future[tuple[Loan, str] | None]:
         """Keep blocks for another scheduler until `end_loan`, or for MAX_LOAN_S. The future gets the address of their

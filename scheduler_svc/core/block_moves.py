@@ -30,7 +30,8 @@ Waiting
 Other schedulers
     If no block that this scheduler knows of is worth a move, a sequence waits for a search (`BlockSearch`): the caller
     looks for a worker of another scheduler and has that one keep the blocks (loans.py). One search per stay in the
-    queue, and only if a move of all its blocks would pay for the search too.
+    queue, and only if a move of all its blocks would pay for the search too. Searches that find something are
+    measured as moves are.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ from scheduler_svc.core.sequence import QueueEntry, Refusal, Sequence
 from scheduler_svc.core.worker_state import WorkerPart, WorkerState
 from step_protocol.columns import I64, U32
 
-SEARCH_S = 0.02  # price of a search: two round trips, of which the first may open a connection
 MAX_SEARCHES = 32
 PATIENCE = 2.0  # a sequence waits for its blocks at most this many times as long as computing them would take
 MIN_PATIENCE_S = 0.5
@@ -90,6 +90,7 @@ class BlockSearch:
     num_held: int
     digests: list[bytes]
     token_ids: U32
+    began_at: float
     give_up_at: float
     lent: LentBlocks | None = None
     is_ended: bool = False
@@ -172,6 +173,7 @@ class BlockMoves:
         self._borrows = borrows
         self._searches: dict[bytes, BlockSearch] = {}  # under way, by the first block that they look for
         self._new_searches: list[BlockSearch] = []
+        self._search_speed = MoveSpeed(0)
         self._read: list[LentBlocks] = []
 
     @property
@@ -327,7 +329,7 @@ class BlockMoves:
         if found is None:
             if self._searches_for(worker, entry, first, end, now):
                 return True
-            for speed in (*mover.tier_speeds.values(), mover.transfer_speed):
+            for speed in (*mover.tier_speeds.values(), mover.transfer_speed, self._search_speed):
                 speed.add_unmoved()
             return False
         if isinstance(worker.try_admit(entry, self._watermark, self._throughput.mean_output), Refusal):
@@ -356,12 +358,19 @@ class BlockMoves:
         if under_way is not None or len(self._searches) == MAX_SEARCHES:
             return under_way
         num_tokens, pace = (end - first) * bs, self._throughput.prefill.early_per_s
-        seconds = SEARCH_S + self._movers[worker.capacity.worker_id].transfer_speed.seconds(end - first)
+        transfer_speed = self._movers[worker.capacity.worker_id].transfer_speed
+        seconds = self._search_speed.seconds(end) + transfer_speed.seconds(end - first)
         if moved_tokens_gain(num_tokens, seconds, pace) <= 0:
             return None
-        tokens = seq.data.token_ids()[: end * bs].copy()
-        give_up_at = now + _patience(num_tokens, pace)
-        search = BlockSearch(worker.capacity.worker_id, movement.layout, first, seq.digests[:end], tokens, give_up_at)
+        search = BlockSearch(
+            worker.capacity.worker_id,
+            movement.layout,
+            num_held=first,
+            digests=seq.digests[:end],
+            token_ids=seq.data.token_ids()[: end * bs].copy(),
+            began_at=now,
+            give_up_at=now + _patience(num_tokens, pace),
+        )
         self._searches[seq.digests[first]] = search
         self._new_searches.append(search)
         self._counts.prefix_searches += 1
@@ -372,10 +381,12 @@ class BlockMoves:
         new, self._new_searches = self._new_searches, []
         return new
 
-    def end_search(self, search: BlockSearch, lent: LentBlocks | None) -> WorkerState | None:
+    def end_search(self, search: BlockSearch, lent: LentBlocks | None, now: float) -> WorkerState | None:
         """A search has found these blocks. None: nothing, or they are not kept any longer. Returns the worker whose
         placements may change.
         """
+        if lent is not None:
+            self._search_speed.add(len(search.digests), now - search.began_at)
         search.lent, search.is_ended = lent, True
         key = search.digests[search.num_held]
         if self._searches.get(key) is search:

@@ -187,9 +187,9 @@ class Scheduler:
             self._mark_changed(worker)
         self._move_drained_rows()
 
-    def end_search(self, search: BlockSearch, lent: LentBlocks | None) -> None:
+    def end_search(self, search: BlockSearch, lent: LentBlocks | None, now: float) -> None:
         """Another scheduler lends these blocks, or has ceased to (None)."""
-        worker = self.moves.end_search(search, lent)
+        worker = self.moves.end_search(search, lent, now)
         if worker is not None:
             self._mark_changed(worker)
 

@@ -82,12 +82,12 @@ class Run:
             )[0]()
             self.check_loans()
         for replica, search in self.searches:
-            replica.scheduler.end_search(search, None)
+            replica.scheduler.end_search(search, None, replica.now)
         self.searches.clear()
         for replica in self.replicas:
             replica.settle(self.rng.choice)
             for search in replica.scheduler.moves.take_searches():
-                replica.scheduler.end_search(search, None)
+                replica.scheduler.end_search(search, None, replica.now)
         while self.loans:
             self.end_loan()
         for replica in self.replicas:
@@ -128,11 +128,11 @@ class Run:
         epoch = self.workers[name].capacity.worker_epoch
         loan = other.scheduler.lend(WantedPrefix(name, epoch, b"layout", search.digests, search.token_ids))
         if loan is None:
-            replica.scheduler.end_search(search, None)
+            replica.scheduler.end_search(search, None, replica.now)
             return
         lent = LentBlocks(replace(loan.describe(), address="there:1"), search.digests[: len(loan.block_ids)])
         self.loans.append((other, loan, replica, search, lent))
-        replica.scheduler.end_search(search, lent)
+        replica.scheduler.end_search(search, lent, replica.now)
 
     def end_loan(self) -> None:
         """A deadline passes, perhaps in the middle of a read. The reader learns it later."""
@@ -145,7 +145,7 @@ class Run:
         lender.scheduler.end_loan(loan)
         lender.check()
         if self.rng.random() < 0.5:
-            borrower.scheduler.end_search(search, None)
+            borrower.scheduler.end_search(search, None, borrower.now)
 
     def restart(self) -> None:
         replica = self.rng.choice(self.replicas)

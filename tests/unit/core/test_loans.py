@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scheduler_svc.core.block_manager import NO_BLOCKS
 from scheduler_svc.core.block_moves import BlockMove, BlockSearch
-from scheduler_svc.core.block_sources import LentBlocks
+from scheduler_svc.core.block_sources import BlockSource, LentBlocks
 from scheduler_svc.core.loans import MAX_FRACTION, Loan, WantedPrefix
 from scheduler_svc.core.messages import BlockMovement
 from scheduler_svc.core.scheduler import Scheduler
+from step_protocol.messages import StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
 from tests.invariants import check_scheduler
 
@@ -72,7 +74,7 @@ def test_a_prefix_of_another_scheduler_is_pulled_and_hit(lender: Scheduler, borr
     loan, lent = lend(lender, search)
     check_scheduler(lender)
     assert lender.is_source("theirs")
-    borrower.end_search(search, lent)
+    borrower.end_search(search, lent, 1.05)
     move = move_of(borrower)
     assert move.source is not None
     assert (move.source.worker_id, move.source.address) == ("theirs", "there:1")
@@ -91,7 +93,7 @@ def test_a_prefix_of_another_scheduler_is_pulled_and_hit(lender: Scheduler, borr
 
 def test_a_search_that_finds_nothing_costs_one_wait(borrower: Scheduler) -> None:
     search = search_of(borrower)
-    borrower.end_search(search, None)
+    borrower.end_search(search, None, 1.05)
     (batch,) = borrower.schedule(1.1)
     assert batch.context_lens.tolist() == [0]
     assert borrower.moves.take_searches() == []
@@ -107,7 +109,7 @@ def test_a_search_without_an_answer_ends_by_itself(borrower: Scheduler) -> None:
 def test_blocks_that_did_not_arrive_are_computed(lender: Scheduler, borrower: Scheduler) -> None:
     search = search_of(borrower)
     _, lent = lend(lender, search)
-    borrower.end_search(search, lent)
+    borrower.end_search(search, lent, 1.05)
     move = move_of(borrower)
     borrower.end_move(move.move_id, 3, 0.01, 1.2)
     check_scheduler(borrower)
@@ -119,8 +121,8 @@ def test_blocks_that_did_not_arrive_are_computed(lender: Scheduler, borrower: Sc
 def test_a_loan_that_ended_before_the_move_began_is_not_read(lender: Scheduler, borrower: Scheduler) -> None:
     search = search_of(borrower)
     _, lent = lend(lender, search)
-    borrower.end_search(search, lent)
-    borrower.end_search(search, None)
+    borrower.end_search(search, lent, 1.05)
+    borrower.end_search(search, None, 1.05)
     (batch,) = borrower.schedule(1.1)
     assert batch.context_lens.tolist() == [0]
 
@@ -129,7 +131,7 @@ def test_sequences_with_the_same_prefix_wait_for_one_search(lender: Scheduler, b
     borrower.add_group(make_group([*PROMPT, 8], "other", max_tokens=1), 1.0)
     search = search_of(borrower)
     _, lent = lend(lender, search)
-    borrower.end_search(search, lent)
+    borrower.end_search(search, lent, 1.05)
     move = move_of(borrower)
     borrower.end_move(move.move_id, 10, 0.01, 1.2)
     (batch,) = borrower.schedule(1.2)
@@ -144,7 +146,7 @@ def test_another_prompt_takes_only_the_blocks_that_it_shares(lender: Scheduler, 
     assert borrower.schedule(1.0) == []
     _, lent = lend(lender, search)
     assert lent.num_held(borrower._requests.groups["other"].sequences[0].digests, 10) == 5
-    borrower.end_search(search, lent)
+    borrower.end_search(search, lent, 1.05)
     assert [len(move.digests) for move in (borrower.schedule(1.1), borrower.moves.take_moves())[1]] == [10]
 
 
@@ -159,9 +161,30 @@ def test_short_prompts_and_other_settings_search_nothing(lender: Scheduler) -> N
         assert scheduler.moves.take_searches() == []
     fast = scheduler_of("ours", borrows=True)
     rate = fast.moves._throughput.prefill
-    rate._amount, rate._busy_s = 2000.0, 1.0  # 40 tokens take 20 ms, as the search does
+    rate._amount, rate._busy_s = 4000.0, 1.0  # 40 tokens take 10 ms, longer than a search or a move, but not both
     fast.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
     assert len(fast.schedule(1.0)) == 1
+
+
+def test_the_price_of_searches_is_measured(borrower: Scheduler) -> None:
+    """After slow ones there are none, until enough prompts came without."""
+    rate, nothing = borrower.moves._throughput.prefill, BlockSource("theirs", 1, NO_BLOCKS, "there:1")
+
+    def searches(number: int, took_s: float) -> bool:
+        rate._amount, rate._busy_s = 400.0, 1.0  # 40 tokens take 100 ms
+        borrower.add_group(make_group([number, *PROMPT], str(number), max_tokens=1), 0.0)
+        batches = borrower.schedule(0.0)
+        found = borrower.moves.take_searches()
+        for search in found:
+            borrower.end_search(search, LentBlocks(nothing, []), took_s)
+            borrower.end_search(search, None, 50.0)  # what was lent is not kept any longer: no part of the search
+        for batch in batches + borrower.schedule(0.0):
+            borrower.update(StepOutput(batch.step_id, batch.rows, np.full_like(batch.rows, 9), worker_id="ours"), 0.0)
+        return bool(found)
+
+    assert searches(50, took_s=2.0)
+    assert not any(searches(number, took_s=0.001) for number in range(51, 60))
+    assert any(searches(number, took_s=0.001) for number in range(60, 2000))
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,9 @@ async def serve(lender: Lender) -> AsyncIterator[tuple[Asker, OtherSchedulers]]:
 
 
 def make_search(num_held: int = 1) -> BlockSearch:
-    return BlockSearch("ours", b"layout", num_held, DIGESTS, np.arange(16, dtype=np.uint32), give_up_at=1.0)
+    return BlockSearch(
+        "ours", b"layout", num_held, DIGESTS, np.arange(16, dtype=np.uint32), began_at=0.0, give_up_at=1.0
+    )
 
 
 def answer_of(ids: list[int], address: str = "there:1") -> scheduler_pb2.LendBlocksResponse:
