@@ -39,6 +39,7 @@ from svc_common.observe.metrics import Row
 from svc_common.tasks import cancel, one_ahead
 from worker_svc.engine.config import EngineInfo
 from worker_svc.engine.decoder.block_payload import Filled
+from worker_svc.engine.step_runner import is_out_of_memory
 from worker_svc.executor import StepExecutor
 from worker_svc.kv_store.block_store import READ_BYTES, BlockStore, Committed
 from worker_svc.kv_store.disk_tier import DiskTier
@@ -330,7 +331,12 @@ class WorkerBlocks:
             Filled(one.block_id - target.first_id, one.tokens, found.payload)
             for one, found in zip(wanted, batch, strict=True)
         ]
-        write = await asyncio.to_thread(target.blocks.writing, filled)
+        try:
+            write = await asyncio.to_thread(target.blocks.writing, filled)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise FetchEndedError(f"no memory for blocks that arrived: {error}") from error
         await self._executor.write_blocks(lease, order.after_step_id, write)
         order.written += batch
 

@@ -273,6 +273,20 @@ def _unreachable(target: Served, source: Served) -> worker_pb2.FetchBlocksReques
     return request
 
 
+async def test_a_target_without_memory_for_copies_computes_the_blocks(
+    pair: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = pair
+
+    def writing(_: object) -> None:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 8.00 MiB.")
+
+    monkeypatch.setattr(target.blocks._records.blocks, "writing", writing)
+    response = await target.stub.FetchBlocks(order(target, source))
+    assert (response.num_fetched, num_equal(target, source)) == (0, 0)
+    assert "no memory for blocks that arrived: CUDA out of memory" in response.message
+
+
 async def test_a_fetch_of_an_ended_lease_writes_nothing(pair: tuple[Served, Served]) -> None:
     source, target = pair
     request = order(target, source)
