@@ -2,7 +2,8 @@
 
 Sources: memory bandwidth, bfloat16 rate (dense), multiprocessors and clock come from the vendor's data sheets.
 ACHIEVED_* is what a large copy and a matrix product of 8192 reach of them, measured once through torch 2.11 on an H200:
-4.3 of 4.8 TB/s, 790 of 989 TFLOP/s. All other constants are estimates; the benchmark's rows show which are wrong.
+4.3 of 4.8 TB/s, 790 of 989 TFLOP/s. Times of launches and products are from sections `ceilings` and `linear_tiles` on an
+H200, `chain_us` from its profile. All other constants are estimates; the benchmark's rows show which are wrong.
 """
 
 from __future__ import annotations
@@ -26,20 +27,21 @@ class Gpu:
     clock_hz: float
     l2_bandwidth: float  # bytes/s
     has_pdl: bool = True  # programmatic dependent launch
-    launch_us: float = 2.2  # in a graph, from the end of a short kernel to the end of the next
-    pdl_launch_us: float = 1.2
+    launch_us: float = 1.3  # in a graph, from the end of a short kernel to the end of the next
+    pdl_launch_us: float = 0.8
     eager_us: float = 12.0  # host time of a launch without a graph
     step_gap_us: float = 15.0  # upload, deltas, download
     host_ms: float = 0.15  # a launch of a step on the host; hidden behind the previous step if that takes longer
     host_row_us: float = 0.8
     lanes: int = 128  # of a multiprocessor
-    chain_us: float = 3.0  # of attention: loads that depend on each other before the first keys, about 0.6 us each
+    chain_us: float = 5.0  # of attention: loads that depend on each other before the first keys, about 0.6 us each
     merge_us: float = 0.1  # of a split: its arithmetic; 7 loads overlap, one alone would take 0.25 us
     arrive_us: float = 1.0  # a fenced counter, before the merge
     sum_us: float = 5.5  # a sum over ranks of one row
     exact_of_copy: float = 0.8  # attention's bandwidth with the tiles of exact mode, of a copy's
-    program_bandwidth: float = 97e9  # bytes/s of one program of the own linear layer
-    gemm_bandwidth: float = 0.9  # of a copy's bandwidth, for products of few rows
+    load_us: float = 1.0  # until a load of a weight arrives; a program of the own linear layer has a few tiles on the way
+    own_product_us: float = 1.9  # of the own linear layer, beside its launch, its bytes and its arithmetic
+    product_us: float = 3.0  # of cuBLAS
     most_share: float = 3.0  # of bandwidth that a program gets when the others have ended, relative to an equal share
     prefill_of_matmul: float = 0.5  # of a matrix product's rate, for attention of prompts
     sampler: dict[str, tuple[float, float]] = field(default_factory=lambda: SAMPLER)

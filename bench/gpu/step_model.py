@@ -173,22 +173,32 @@ def parts_ms(
 
 
 def _product_s(gpu: Gpu, rows: int, outputs: int, inputs: int) -> float:
-    """Seconds of a matrix product: its weights or its arithmetic, in whole tiles of 64 rows."""
+    """Seconds of a matrix product: its weights or its arithmetic, in whole tiles of 64 rows. The own layer has few
+    rows.
+    """
+    if rows <= linear.FEW_ROWS and NUMBER_BYTES * outputs * inputs <= linear.FEW_BYTES:
+        return _exact_product_s(gpu, rows, outputs, inputs)
+    return _shared_s(gpu, rows, outputs, inputs) + gpu.product_us / 1e6
+
+
+def _shared_s(gpu: Gpu, rows: int, outputs: int, inputs: int) -> float:
+    """If all processors share the work evenly."""
     flop = 2 * -(-rows // 64) * 64 * outputs * inputs
-    return max(NUMBER_BYTES * outputs * inputs / (gpu.bandwidth * gpu.gemm_bandwidth), flop / gpu.flops)
+    return max(NUMBER_BYTES * outputs * inputs / gpu.bandwidth, flop / gpu.flops)
 
 
 def _int8_product_s(gpu: Gpu, rows: int, outputs: int, inputs: int) -> float:
     """As `_product_s`: half the bytes, twice the operations per second."""
-    return _product_s(gpu, rows, outputs, inputs) / 2
+    return _shared_s(gpu, rows, outputs, inputs) / 2 + gpu.own_product_us / 1e6
 
 
 def _exact_product_s(gpu: Gpu, rows: int, outputs: int, inputs: int) -> float:
-    """As `_product_s`, with the tiles of exact mode: few outputs have few programs."""
+    """Of the own layer: a program reads as fast as the tiles that it has on the way allow."""
     tile = linear.tile_for(rows, outputs)
-    programs = min(-(-outputs // tile.columns) * -(-rows // tile.rows), gpu.processors)
-    weight_s = NUMBER_BYTES * outputs * inputs / (programs * gpu.program_bandwidth)
-    return max(_product_s(gpu, rows, outputs, inputs), weight_s)
+    on_the_way = NUMBER_BYTES * tile.columns * tile.depth * (tile.num_stages - 1)
+    programs = -(-outputs // tile.columns) * -(-rows // tile.rows)
+    weight_s = NUMBER_BYTES * outputs * inputs * -(-rows // tile.rows) / (programs * on_the_way / gpu.load_us * 1e6)
+    return max(_shared_s(gpu, rows, outputs, inputs), weight_s) + gpu.own_product_us / 1e6
 
 
 def _serial_s(shape: Shape, step: Step, gpu: Gpu) -> float:

@@ -92,11 +92,11 @@ def test_launches_are_those_of_recorded_steps(recorded):
         assert Counter(names) == expected, bucket
 
 
-def test_a_large_batch_is_bound_by_its_keys_and_a_single_row_by_launches():
+def test_a_large_batch_is_bound_by_its_keys_and_a_single_row_by_linear_layers_and_launches():
     shape = Shape.of(QWEN3_06B)
     many, one = (parts_ms(shape, Step((1024,) * count, (1,) * count), H200) for count in (256, 1))
     assert max(many, key=many.get) == "attention"
-    assert max(one, key=one.get) == "launches"
+    assert sorted(one, key=one.get)[-2:] == ["launches", "linear layers"]
     least = 256 * 1025 * shape.token_bytes() / H200.bandwidth * 1e3
     assert 1 < many["attention"] / least < 1.3
 
@@ -141,7 +141,7 @@ def test_long_contexts_of_one_row_are_not_bound_by_what_runs_in_series():
 
 def test_int8_weights_are_read_in_half_the_time():
     plain, int8 = (one_row_ms("8B", 512, H200, mode) for mode in ("best_effort", "exact, int8"))
-    assert int8["linear layers"] == plain["linear layers"] / 2
+    assert plain["linear layers"] / 2 < int8["linear layers"] < 0.55 * plain["linear layers"]
     assert int8["head"] >= plain["head"]
     assert plain["launches"] < int8["launches"] < 1.6 * plain["launches"]
 
