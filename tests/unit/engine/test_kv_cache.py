@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 
 from worker_svc.engine.backend import KVLayout
 from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 
 NARROW, WIDE = KVLayout(2, 16, 16), KVLayout(1, 24, 8)
@@ -35,3 +39,25 @@ def test_a_copy_takes_the_blocks_of_all_layers():
     for index in range(5):
         for part, old in zip(pool.layer(index), before[index], strict=True):
             assert torch.equal(part[[0, 1, 2, 3, 4]], old[[0, 4, 2, 1, 4]])
+
+
+class Watched(np.ndarray):
+    """Calls `look` before each write, as another thread may run between two writes."""
+
+    look: Callable[[], None]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.look()
+        super().__setitem__(key, value)
+
+
+def test_no_thread_sees_a_block_under_the_digest_of_its_earlier_content():
+    contents, old, seen = BlockContents(2, 4), b"o" * 16, []
+    contents.commit(np.array([1]), [old])
+    for name in ("_hashes", "_is_committed"):
+        watched = getattr(contents, name).view(Watched)
+        watched.look = lambda: seen.append(contents.version(1, old))
+        setattr(contents, name, watched)
+    contents.uncommit(np.array([1]))
+    contents.commit(np.array([1]), [b"n" * 16])
+    assert seen == [0, None, None]

@@ -80,8 +80,8 @@ class BlockContents:
 
     def commit(self, block_ids: I64, hashes: list[bytes]) -> None:
         """Marks full blocks as cached prefixes with these digests."""
-        self._is_committed[block_ids] = True
         self._hashes[block_ids] = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, HASH_BYTES)
+        self._is_committed[block_ids] = True  # last: another thread may look at a block in between
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
         """Block ids [N], their digests, and their tokens [N, block_size], in pieces."""
