@@ -53,11 +53,12 @@ class Setup:
     has_moves: bool = False  # workers have tiers and exchange blocks: few prefixes, small pools, frequent losses
     has_windows: bool = False  # with has_moves: all layers may have windows
     has_slow_links: bool = False  # full pools and few losses: what a source must keep, it would have evicted by then
+    has_fast_links: bool = False  # full pools and lazy workers: a move arrives before the steps in flight, if it may
     has_slow_disks: bool = False  # full pools: what was evicted is on the disk, and is not worth reading
 
     @property
-    def is_slow(self) -> bool:
-        return self.has_slow_links or self.has_slow_disks
+    def is_full(self) -> bool:
+        return self.has_slow_links or self.has_fast_links or self.has_slow_disks
 
 
 class Simulation:
@@ -105,8 +106,9 @@ class Simulation:
             self._encoder_rate = self._tight_rate = 0.0
             self._has_states = Random(f"moved states {seed}").random() < 0.4
             self._draft_rate *= not self._has_states
-            fault_rate = 0.01 if self.setup.is_slow else 0.04
+            fault_rate = 0.01 if self.setup.is_full else 0.04
             own = {"num_requests": 24, "fault_rate": fault_rate, "arrival_rate": 0.3, "abort_rate": 0.01}
+            own |= {"is_lazy": True} if self.setup.has_fast_links else {}
             self.setup = replace(self.setup, **own)
         block_size = rng.choice((1, 2, 2, 3, 4, 4, 4, 8, 16))
         # From separate sources, so that seeds of old bugs give the same runs.
@@ -127,7 +129,7 @@ class Simulation:
         )
         self.cluster.has_slow_disks = self.setup.has_slow_disks
         self._prefixes = [
-            self._random_tokens(self.cluster.max_model_len) for _ in range(4 if self.setup.is_slow else 2)
+            self._random_tokens(self.cluster.max_model_len) for _ in range(4 if self.setup.is_full else 2)
         ]
         self._roots = rng.choice(((b"",), (b"", b"tenant")))
 
@@ -159,7 +161,7 @@ class Simulation:
             eos_token_ids=frozenset(rng.choice(((), (0,), (0,), (0, 1)))),
             burst_s=Random(f"burst {self.seed}").choice((0.0, 0.0, 0.3, 1.0)),
             changes_wait_s=Random(f"changes {self.seed}").choice((0.0, 0.3)),
-            prefix_caching=self.setup.is_slow
+            prefix_caching=self.setup.is_full
             or Random(f"cache {self.seed}").random() < (0.4 if self._tight_rate else 0.85),
             root_salt=ROOT_SALT,
         )
@@ -173,7 +175,7 @@ class Simulation:
         longest = ceil_div(max_len, bs)
         num_blocks = rng.choice((rng.randint(2, longest), longest, longest + rng.randint(0, longest), 6 * longest))
         if self.setup.has_moves:
-            num_blocks = longest + 2 if self.setup.is_slow else max(num_blocks, longest + 2)
+            num_blocks = longest + 2 if self.setup.is_full else max(num_blocks, longest + 2)
         max_num_seqs = rng.randint(1, 8)
         if tight := self._tight_pool():
             num_blocks, max_num_seqs = tight, 8
@@ -205,10 +207,9 @@ class Simulation:
     def _choose_movement(self, num_groups: int) -> BlockMovement | None:
         """From a separate source, as `_choose_beams`."""
         rng = self._move_rng
-        if self.setup.is_slow:
-            return BlockMovement(
-                b"layout", 1, has_tier=self.setup.has_slow_disks, can_transfer=self.setup.has_slow_links
-            )
+        if self.setup.is_full:
+            has_tier = self.setup.has_slow_disks or self.setup.has_fast_links
+            return BlockMovement(b"layout", 1, has_tier=has_tier, can_transfer=not self.setup.has_slow_disks)
         if not self.setup.has_moves or rng.random() < 0.1:
             return None
         layout = b"%s %d" % (b"other" if rng.random() < 0.1 else b"layout", num_groups)
@@ -341,10 +342,10 @@ class Simulation:
             return self._update_weights
         if self.cluster.swaps and self._adapter_rng.random() < 0.3:
             return self._end_swap
-        restart_rate = 0.1 if self.cluster.moves and not self.setup.is_slow else 0.01
+        restart_rate = 0.1 if self.cluster.moves and not self.setup.is_full else 0.01
         if self.setup.has_moves and self._move_rng.random() < restart_rate:
             return self._restart_worker
-        if self.cluster.moves and self._move_rng.random() < 0.3:
+        if self.cluster.moves and self._move_rng.random() < (0.9 if s.has_fast_links else 0.3):
             return self._end_move
         if self.cluster.tiers and self._move_rng.random() < 0.05:
             return self._damage_a_record

@@ -46,7 +46,7 @@ from tests.sim.symbolic_worker import SymbolicWorker
 from tests.sim.tiers import Tier, is_sound
 
 MAX_SEEDS = 200
-KINDS = ("has_moves", "has_groups", "has_slow_links", "has_slow_disks")  # of systems
+KINDS = ("has_moves", "has_groups", "has_windows", "has_slow_links", "has_fast_links", "has_slow_disks")  # of systems
 
 Patch = pytest.MonkeyPatch
 
@@ -62,7 +62,9 @@ class Bug:
     has_moves: bool = False  # for bugs in moves of blocks
     has_groups: bool = False  # for bugs in cache groups
     first_seed: int = 0  # for bugs that few seeds show
+    has_windows: bool = False  # with has_moves
     has_slow_links: bool = False  # with has_moves
+    has_fast_links: bool = False  # with has_moves
     has_slow_disks: bool = False  # with has_moves
 
     @property
@@ -1003,7 +1005,8 @@ def target_blocks_free_during_a_fetch(patch: Patch) -> None:
 @bug(
     "under a digest that is not|which is not full|reads the wrong content|writes into committed",
     has_moves=True,
-    first_seed=50,
+    has_windows=True,
+    has_fast_links=True,
 )
 def fetched_before_the_steps_in_flight_have_run(patch: Patch) -> None:
     wrap(patch, Cluster, "_may_write", lambda original, cluster, move: move.worker_id in cluster.workers)

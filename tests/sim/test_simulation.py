@@ -45,14 +45,16 @@ def test_blocks_move(first: int) -> None:
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(10, 1000, 10))])
-@pytest.mark.parametrize("slow", ["has_slow_links", "has_slow_disks"])
-def test_blocks_move_slowly(slow: str, first: int) -> None:
-    """Between full pools, over slow links; and from slow disks, which are not read once their price is known."""
+@pytest.mark.parametrize(
+    ("kind", "are_tiers"), [("has_slow_links", {False}), ("has_fast_links", {False, True}), ("has_slow_disks", {True})]
+)
+def test_blocks_move_between_full_pools(kind: str, are_tiers: set[bool], first: int) -> None:
+    """Over slow and fast links; and from slow disks, which are not read once their price is known."""
     sources = set()
     for seed in range(first, first + 10):
-        cluster = run_seed(seed, has_moves=True, **{slow: True}).cluster
+        cluster = run_seed(seed, has_moves=True, **{kind: True}).cluster
         sources |= {event[1].source is None for event in cluster.trace if event[0] == "moved" and event[2]}
-    assert sources == {slow == "has_slow_disks"}
+    assert sources == are_tiers
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(20, 2000, 20))])
@@ -74,7 +76,7 @@ def test_blocks_of_models_with_windows_move(first: int) -> None:
     """Whole prefixes, also those whose first blocks the rows of the source have left behind."""
     sources = set()
     for seed in range(first, first + 20):
-        simulation = run_seed(seed, has_moves=True, has_windows=True)
+        simulation = run_seed(seed, has_moves=True, has_windows=True, has_fast_links=bool(seed % 2))
         ended = [event[1:] for event in simulation.cluster.trace if event[0] == "moved" and simulation.window]
         sources |= {move.source is None for move, count in ended if count == move.num_items}
     assert sources == {True, False}
