@@ -58,7 +58,7 @@ class Comparison(Forms):
     `faults` describes the first difference of each kernel, or its error; "" for those that are right."""
 
     def __init__(self, tested: Forms) -> None:
-        super().__init__(tested.in_torch, tested.may_overlap)
+        super().__init__(tested.in_torch, tested.may_overlap, tested.has_one_tile)
         self.faults: dict[str, str] = {}
         self._seen: set[str] = set()
 
@@ -209,14 +209,20 @@ class StartCheck:
                 setup.degradations.note(f"attention {self._attention.name} is used instead: {fault}")
             faults = self._faults(chosen)
         if setup.is_exact and self._depends_on_other_rows(chosen):
-            if setup.config.kernels == "triton":
-                raise BackendUnavailableError("rows depend on the number of rows; use --determinism best_effort")
-            setup.degradations.note(
-                "plain torch replaces all kernels, which is slower: rows depend on the number of rows"
-            )
-            chosen = forms.TORCH
-            self._use(TorchAttention(is_exact=True))
+            chosen = self._made_independent(replace(chosen, has_one_tile=True))
         return chosen, self._attention
+
+    def _made_independent(self, apart: Forms) -> Forms:
+        """One tile for linear layers, if that suffices, else torch."""
+        note = self._setup.degradations.note
+        if not self._depends_on_other_rows(apart):
+            note("linear layers have one tile, which is slower: rows depend on the number of rows")
+            return apart
+        if self._setup.config.kernels == "triton":
+            raise BackendUnavailableError("rows depend on the number of rows; use --determinism best_effort")
+        note("plain torch replaces all kernels, which is slower: rows depend on the number of rows")
+        self._use(TorchAttention(is_exact=True))
+        return forms.TORCH
 
     def _use(self, attention: Attention) -> None:
         self._attention = attention

@@ -40,6 +40,7 @@ class Forms:
 
     in_torch: tuple[str, ...] = ()  # names, or ALL
     may_overlap: bool = True  # programmatic dependent launch (launch.py)
+    has_one_tile: bool = False  # the linear layer, for every number of rows (linear.py)
 
     def is_in_torch(self, kernel: Kernel) -> bool:
         return bool(self.in_torch) and (kernel.name in self.in_torch or ALL in self.in_torch)

@@ -2,8 +2,8 @@
 
 Libraries choose tiles and splits of K by the number of rows, so exact mode cannot use them. Here the tile depends on it
 too, but changes no bit: every tile adds the products in the order of K. That was measured on sm_90, where tiles of 16
-rows use another instruction than those of 64 (bench/gpu/linear_tiles.py). Before sm_90 all use the same one. Newer GPUs
-get one tile until it is measured there.
+rows use another instruction than those of 64 (bench/gpu/linear_tiles.py). Where the start-up check finds other bits,
+one tile serves every number of rows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from worker_svc.engine.gpu.kernels import forms
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.language import target, tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent, early_bytes, prefetch_rows
@@ -39,8 +40,7 @@ TILES = (  # and the rows that are too few for them
 )  # fmt: skip
 ENOUGH = 88  # programs; two thirds of the processors of an H100. With fewer, smaller tiles are faster
 FEW_ROWS, FEW_BYTES = 16, 32 << 20  # a product of so few rows with such a weight is faster here than in cuBLAS
-MEASURED = 90  # the newest architecture on which tiles were compared
-SMALL_SHARED = (86, 89)  # architectures with 100 KiB of shared memory
+SMALL_SHARED = (86, 89, 120, 121)  # architectures with 100 KiB of shared memory
 
 
 def tile_for(rows: int, columns: int) -> LinearTile:
@@ -105,11 +105,8 @@ def _tile_of(x: torch.Tensor, columns: int) -> LinearTile:
         return TILE
     if x.dtype is torch.float32:
         return WIDE
-    architecture = target().arch
-    if architecture > MEASURED:
-        return TILE
-    tile = tile_for(len(x), columns)
-    return replace(tile, depth=min(tile.depth, 64)) if architecture in SMALL_SHARED else tile
+    tile = TILE if forms.chosen().has_one_tile else tile_for(len(x), columns)
+    return replace(tile, depth=min(tile.depth, 64)) if target().arch in SMALL_SHARED else tile
 
 
 def short_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
