@@ -2,8 +2,8 @@
 
 Sources: memory bandwidth, bfloat16 rate (dense), multiprocessors and clock come from the vendor's data sheets.
 ACHIEVED_* is what a large copy and a matrix product of 8192 reach of them, measured once through torch 2.11 on an H200:
-4.3 of 4.8 TB/s, 790 of 989 TFLOP/s. Times of launches and products are from sections `ceilings` and `linear_tiles` on an
-H200, `chain_us` from its profile. All other constants are estimates; the benchmark's rows show which are wrong.
+4.3 of 4.8 TB/s, 790 of 989 TFLOP/s. Times of launches and products are from sections `ceilings` and `linear_tiles`
+on an H200, `chain_us` from its profile. All other constants are estimates; the benchmark's rows show which are wrong.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Gpu:
     arrive_us: float = 1.0  # a fenced counter, before the merge
     sum_us: float = 5.5  # a sum over ranks of one row
     exact_of_copy: float = 0.8  # attention's bandwidth with the tiles of exact mode, of a copy's
-    load_us: float = 1.0  # until a load of a weight arrives; a program of the own linear layer has a few tiles on the way
+    load_us: float = 1.0  # until a weight arrives; a program of the own linear layer has a few tiles on the way
     own_product_us: float = 1.9  # of the own linear layer, beside its launch, its bytes and its arithmetic
     product_us: float = 3.0  # of cuBLAS
     most_share: float = 3.0  # of bandwidth that a program gets when the others have ended, relative to an equal share
