@@ -338,7 +338,8 @@ class DecodeRun:
         self._num_steps = 0  # of the run; the phase of a step is its number modulo block_size
         self.steps_left = 0  # until a row reaches its limit
         self.members: Members | None = None  # None: no row decodes
-        self.full: I64 = NO_ROWS  # indices of members that need a block in the next step
+        self.full: I64 = NO_ROWS  # indices of members whose block is full: the next step writes to the following one
+        self.may_have_spare = False  # some members may have the following block already: it was reserved for drafts
 
     def update(self, joining: list[int]) -> None:
         """Remove rows that were closed or have reached their limit, and add the rows of `joining`."""
@@ -367,6 +368,7 @@ class DecodeRun:
         self._phases[row] = (self._num_steps - end) % bs
         self._ends[row] = self._num_steps + r.limit.item(row) - r.num_planned.item(row)
         r.in_run[row] = 1
+        self.may_have_spare |= r.num_blocks.item(row) * bs - end >= bs
         del r.outside[row]
 
     def _renew(self) -> None:
@@ -392,6 +394,9 @@ class DecodeRun:
         self._slots += members.in_run
         if new_blocks is not None:
             self._slots[rows[self.full]] = new_blocks * r.block_size
+            if self.may_have_spare:
+                room = r.num_blocks[rows] * r.block_size - r.num_computed_tokens[rows]
+                self.may_have_spare = bool(np.count_nonzero(room >= r.block_size))
         self._num_steps += 1
         self.full = (members.phases == self._num_steps % r.block_size).nonzero()[0]
         self.steps_left -= 1

@@ -11,8 +11,8 @@ most that is possible:
 
 The worker begins each step where its previous one has left the row, and never beyond `num_computed_tokens`. An answer
 takes back what did not become a token. Blocks that were reserved stay with the row: it writes to them a few tokens
-later. Rows whose drafts come and go stay: one with nothing unknown and no drafts is sent as any other decoding row.
-Once that is so of all of them, they join the run again.
+later, in the run too. Rows whose drafts come and go stay: one with nothing unknown and no drafts is sent as any other
+decoding row. Once that is so of all of them, they join the run again, and bursts continue.
 
 Drafts never cost another row its blocks: they take blocks only while each running row can still take one, else no row
 has any. A row that needs a block for tokens that may not exist waits for its answer in place of preempting others.
@@ -79,21 +79,20 @@ class Speculation:
             self._set_rows(np.append(self.rows, joining))
 
     def update(self) -> None:
-        """Once no row has drafts or unknown tokens, those that have used the blocks of earlier drafts join the run."""
+        """Once no row has drafts or unknown tokens, all leave, and may join the run."""
         r, rows = self._table, self.rows
         if self._is_short_of_blocks:
             r.draft_lens[rows] = 0
         if np.count_nonzero(r.draft_lens[rows]) or np.count_nonzero(r.num_unknown[rows]):
             return
-        leave = r.num_blocks[rows] * r.block_size - r.num_computed_tokens[rows] < r.block_size
-        r.outside.update(dict.fromkeys(rows[leave].tolist()))
-        self._set_rows(rows[~leave])
+        r.outside.update(dict.fromkeys(rows.tolist()))
+        self._set_rows(NO_ROWS)
 
     def close(self, row: int) -> None:
         """The row ends."""
         self._set_rows(self.rows[self.rows != row])
 
-    def reserve(self, budget: int, append_blocks: Callable[[I64], None]) -> tuple[I64, I64]:
+    def reserve(self, budget: int, append_blocks: Callable[[I64], I64]) -> tuple[I64, I64]:
         """The rows that compute their newest token in this step, and the drafts of each: `budget` tokens at most."""
         r, rows = self._table, self.rows
         left = r.limit[rows] - r.num_planned[rows] - 1
@@ -115,7 +114,7 @@ class Speculation:
         room: I64 = r.num_blocks[rows] * r.block_size - r.num_planned[rows]
         return room
 
-    def _make_room(self, rows: I64, wanted: I64, num_kept: int, append_blocks: Callable[[I64], None]) -> bool:
+    def _make_room(self, rows: I64, wanted: I64, num_kept: int, append_blocks: Callable[[I64], I64]) -> bool:
         """Take blocks for so many positions after the newest token of each row. False if the pool would then have less
         than `num_kept` blocks free.
         """

@@ -175,7 +175,8 @@ class StepPlanner:
         if members is None:
             return
         if len(run.full):
-            self._append_blocks(members.rows[run.full], plan)
+            append = self._append_missing if run.may_have_spare else self._append_blocks
+            plan.run_blocks = append(members.rows[run.full], plan)
         plan.run = members
         plan.budget -= len(members.rows)
 
@@ -192,8 +193,8 @@ class StepPlanner:
         planned, end = r.num_planned.item(row), r.num_computed_tokens.item(row)
         if planned - end != 1 or planned >= r.limit.item(row) or r.is_awaiting[row] or not end or r.sequence(row).forks:
             return False
-        num_spare = r.num_blocks.item(row) * bs - end
-        return num_spare == 0 or (num_spare < bs and self._pool.refs.item(r.table.item(row, end // bs)) == 1)
+        index = end // bs
+        return index == r.num_blocks.item(row) or self._pool.refs.item(r.table.item(row, index)) == 1
 
     def plan_burst(self, first: StepBatch, burst_s: float, now: float) -> None:
         """Add steps of the run to the message of `first`, up to the number that the worker decodes in `burst_s`."""
@@ -280,13 +281,23 @@ class StepPlanner:
         for row in rows[~opens].tolist():
             self._copy_block(row, plan)
 
-    def _append_blocks(self, rows: I64, plan: StepPlan) -> None:
+    def _append_missing(self, rows: I64, plan: StepPlan) -> I64:
+        """The blocks to which these rows write next: new ones for rows that have none."""
+        r = self._rows
+        indices = r.num_computed_tokens[rows] // self._capacity.block_size
+        lacks = indices == r.num_blocks[rows]
+        if np.count_nonzero(lacks):
+            self._append_blocks(rows[lacks], plan)
+        return r.table[rows, indices].astype(np.int64)
+
+    def _append_blocks(self, rows: I64, plan: StepPlan) -> I64:
         r = self._rows
         indices = r.num_blocks[rows]
         blocks = self._pool.allocate(len(rows))
         r.table[rows, indices] = blocks
         r.num_blocks[rows] = indices + 1
         plan.tables.append((rows, indices, blocks))
+        return blocks
 
     def _copy_block(self, row: int, plan: StepPlan) -> None:
         r = self._rows
@@ -381,7 +392,7 @@ class StepPlanner:
         """Advance the planned rows: those of the run, other decoding rows, rows that speculate, then prompts."""
         r, columns = self._rows, NO_COLUMNS
         if plan.run is not None:
-            columns = columns_of_run(r, self._run, plan.run, plan.tables[0][2] if len(self._run.full) else None)
+            columns = columns_of_run(r, self._run, plan.run, plan.run_blocks)
         if plan.decodes is not None:
             columns = concatenated(columns, columns_of_decodes(r, plan.decodes))
         if plan.drafts is not None:

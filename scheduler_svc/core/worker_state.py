@@ -72,7 +72,8 @@ class StepPlan:
     budget: int  # tokens that can still be added
     now: float
     joins_message: bool = False  # the step is sent in the message of the previous step
-    run: Members | None = None  # its rows precede all other rows, and its table changes all others
+    run: Members | None = None  # its rows precede all other rows
+    run_blocks: I64 | None = None  # for the rows of the run whose block is full, the following one
     decodes: I64 | None = None  # other rows that compute one token
     drafts: tuple[I64, I64] | None = None  # rows that speculate, with their numbers of drafts; they precede the chunks
     chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, number of prompt tokens)

@@ -84,10 +84,32 @@ def test_rows_whose_drafts_end_are_sent_as_others_and_join_the_run_with_the_last
     assert most_of(step) == {0: 0, 1: 4}
     assert driver.speculating == [0, 1]
     driver.wanted = [0, 0]
-    for _ in range(12):  # as many as the blocks that were taken for drafts have positions
+    for _ in range(3):
         driver.answer()
     assert driver.speculating == []
-    assert driver.in_flight[-1].then, "bursts continue"
+    assert driver.in_flight[-1].is_decode
+
+
+def test_rows_without_drafts_use_the_blocks_that_were_taken_for_drafts_and_have_bursts() -> None:
+    driver = Driver()
+    driver.wanted = [3, 3]
+    for _ in range(3):
+        driver.answer()
+    r, num_used = driver.worker.rows, driver.worker.pool.num_used
+    assert (r.num_blocks[:2] * 4 - r.num_computed_tokens[:2] >= 4).all(), "blocks after the one that they write to"
+    driver.wanted = [0, 0]
+    while not driver.in_flight[-1].then:
+        driver.answer()
+    assert driver.worker.pool.num_used == num_used
+    while driver.scheduler.has_work:
+        (message,) = driver.in_flight[:1]
+        for step in (message, *message.then):
+            slots = [
+                r.table[row, end // 4] * 4 + end % 4
+                for row, end in zip(step.rows.tolist(), step.context_lens.tolist(), strict=True)
+            ]
+            assert step.slot_mapping.tolist() == slots
+        driver.answer()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 4])
