@@ -11,7 +11,8 @@ gRPC over loopback and by shared memory, all copies and xxh3 checksums included.
 
     restart        seconds to the first token of a prompt of 2,000 tokens after kill -9 of its only worker
     small_pool     prompts of 16 prefixes in turn, with a pool that holds a quarter: cached fraction of tokens, seconds
-    pull           seconds to the first token of a prefix of 8,000 tokens that another, busy worker holds
+    pull           seconds to the first token of a prefix of 8,000 tokens that another, busy worker holds; and that a
+                   worker of another scheduler holds
     drain          the longest pause of 20 streams with 2,000 tokens of context whose worker drains, in ms
     roles          time between tokens of 24 chats while a prompt of 6,000 tokens arrives each 2 s: three workers that
                    are alike, and one that prefills beside two that decode
@@ -53,7 +54,8 @@ from step_protocol.columns import u32_to_bytes
 from svc_common.channels import BULK_OPTIONS
 from svc_common.serve import CHANNEL_OPTIONS, SERVER_OPTIONS
 from tests.processes.ports import free_port
-from tests.processes.stack import Stack, is_ready
+from tests.processes.redis_server import RedisServer
+from tests.processes.stack import Service, Stack, is_ready
 from worker_svc.blocks import MovementSettings, WorkerBlocks
 from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.engine.decoder.block_payload import BlockPart, MovableBlocks
@@ -279,6 +281,25 @@ async def pull(folder: Path, sim: Sequence[str], lost: Lost, *flags: str) -> flo
             return round(took, 3)
 
 
+async def borrow(folder: Path, sim: Sequence[str], lost: Lost, *flags: str) -> float:
+    """A worker of another scheduler has the prefix. The own worker is idle."""
+    prefix, pages = prompt_of(1, 8000), [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    with RedisServer(folder) as redis, Stack(folder) as stack:
+        gateways = list[Service]()
+        for page in pages:
+            scheduler = stack.start_scheduler("--redis", redis.url, "--metrics-listen", page)
+            stack.start_worker(scheduler, demo_model_dir(), *sim, "--num-blocks", "8192", *flags)
+            gateways.append(stack.start_gateway(scheduler))
+        async with await stack.connect(gateways[0]) as holder, await stack.connect(gateways[1]) as client:
+            await first_token_s(holder, prefix)
+            await first_token_s(client, prompt_of(2, 8000))  # so that the pace of both workers is known
+            while redis.num_keys() < 2 * len(prefix) // BLOCK_SIZE:  # noqa: ASYNC110  (it is written without an event)
+                await asyncio.sleep(0.05)
+            took = await first_token_s(client, [*prefix, 5])
+            await lost.add(pages[1])
+            return round(took, 3)
+
+
 async def drain(folder: Path, sim: Sequence[str], lost: Lost, *flags: str) -> float:
     """The longest pause of streams, in ms, whose worker drains."""
     page, num_streams = f"127.0.0.1:{free_port()}", 20
@@ -389,6 +410,8 @@ async def measure(pace: float) -> dict[str, Any]:
             "pull_s": {
                 "recompute": await pull(new(), sim, lost),
                 "transfer": await pull(new(), sim, lost, "--kv-transfer"),
+                "recompute_beside_another_scheduler": await borrow(new(), sim, lost),
+                "borrow_from_another_scheduler": await borrow(new(), sim, lost, "--kv-transfer"),
             },
             "drain_ms": {
                 "recompute": await drain(new(), sim, lost),

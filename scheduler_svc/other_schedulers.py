@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 ANSWER_S = 1.0  # until a scheduler has answered
 REST_S = 10.0  # a scheduler that did not answer is not asked again
 MAX_CHANNELS = 16
+MAX_ASKED = 1 << 16  # blocks of one call
 
 
 class OtherSchedulers:
@@ -112,7 +113,7 @@ class OtherSchedulers:
 
 
 def _request(search: BlockSearch, holder: RemoteHolder) -> scheduler_pb2.LendBlocksRequest:
-    count = holder.num_blocks
+    count = min(holder.num_blocks, MAX_ASKED)
     num_tokens = len(search.token_ids) // len(search.digests) * count
     return scheduler_pb2.LendBlocksRequest(
         worker_id=holder.holder.worker_id,
@@ -142,9 +143,12 @@ async def lend(
         token_ids = u32_from_bytes(request.token_ids, "token_ids")
     except WireError as error:
         raise InvalidRequestError(str(error), field=error.field) from None
-    digests = [request.hashes[i : i + DIGEST_BYTES] for i in range(0, len(request.hashes), DIGEST_BYTES)]
-    if len(request.hashes) % DIGEST_BYTES:
+    count, rest = divmod(len(request.hashes), DIGEST_BYTES)
+    if rest:
         raise InvalidRequestError(f"{len(request.hashes)} bytes of hashes; a hash has {DIGEST_BYTES}", field="hashes")
+    if count > MAX_ASKED:
+        raise InvalidRequestError(f"{count} hashes; at most {MAX_ASKED} are allowed", field="hashes")
+    digests = [request.hashes[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)] for i in range(count)]
     wanted = WantedPrefix(request.worker_id, request.worker_epoch, request.layout, digests, token_ids)
     lent = await step_loop.lend(wanted)
     if lent is None:

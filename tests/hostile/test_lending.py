@@ -1,0 +1,105 @@
+"""Calls of LendBlocks with foreign values: what is lent is what the caller could name, and is given back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from quire.internal.v1.scheduler_pb2 import LendBlocksRequest
+
+from scheduler_svc.core.loans import Loan, WantedPrefix
+from scheduler_svc.core.messages import BlockMovement
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.other_schedulers import MAX_ASKED, lend
+from step_protocol.columns import u32_from_bytes, u32_to_bytes
+from svc_common.errors import InvalidRequestError, NotFoundError
+from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
+from tests.invariants import check_scheduler
+
+PROMPT = list(range(1, 41))  # ten blocks
+LAYOUT, EPOCH = b"layout", make_capacity("theirs").worker_epoch
+
+
+class Lender:
+    """Stands for the step loop of a scheduler whose worker has computed a prompt, also for a tenant."""
+
+    def __init__(self) -> None:
+        capacity = replace(
+            make_capacity("theirs", num_blocks=128), movement=BlockMovement(LAYOUT, 1, can_transfer=True)
+        )
+        self.core: Scheduler = make_scheduler(capacity)
+        for name, options in (("a", {}), ("b", {"root_key": b"tenant"})):
+            self.core.add_group(make_group(PROMPT, name, max_tokens=1, **options), 0.0)
+            run_to_end(self.core)
+        self.pool = self.core._workers["theirs"].pool
+        self.block_of = dict(self.pool.held)
+
+    async def lend(self, wanted: WantedPrefix) -> tuple[Loan, str] | None:
+        loan = self.core.lend(wanted)
+        return None if loan is None else (loan, "there:1")
+
+    def end_loan(self, loan: Loan) -> None:
+        self.core.end_loan(loan)
+
+
+def foreign(lender: Lender, rng: Random) -> LendBlocksRequest:
+    """Most fields are right, so that each check is reached."""
+    digests = list(lender.block_of)
+    chain, tokens = rng.choice((digests[:10], digests[10:20])), np.array(PROMPT, np.uint32)
+    if rng.random() < 0.3:
+        chain, tokens = chain[:3], tokens[:12]
+    hashes, column = b"".join(chain), u32_to_bytes(tokens)
+
+    def choose(right: Any, *others: Any) -> Any:
+        return right if rng.random() < 0.8 else rng.choice(others)
+
+    return LendBlocksRequest(
+        worker_id=choose("theirs", "", "ours", "x" * 100_000),
+        worker_epoch=choose(EPOCH, 0, EPOCH - 1, EPOCH + 1, (1 << 64) - 1),
+        layout=choose(LAYOUT, b"", LAYOUT * 1000, b"Layout"),
+        hashes=choose(
+            hashes, b"", hashes[::-1], hashes[:-1], hashes[16:], chain[0] * len(chain), hashes * 500,
+            rng.randbytes(160), b"".join(reversed(chain)), hashes + chain[0], bytes(16 * (MAX_ASKED + 1)),
+        ),
+        token_ids=choose(
+            column, b"", column[::-1], column[:-1], column[4:], column * 500, bytes(len(column)),
+            column[:20] + b"\xff" * 20,
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_only_blocks_that_the_caller_names_are_lent(seed: int) -> None:
+    lender, rng, calls, num_lent = Lender(), Random(seed), list[Any](), 0
+    for _ in range(700):
+        if calls and rng.random() < 0.4:
+            await calls.pop(rng.randrange(len(calls))).aclose()
+        request = foreign(lender, rng)
+        call = lend(lender, request)  # type: ignore[arg-type]
+        try:
+            answer = await anext(call)
+        except (InvalidRequestError, NotFoundError):
+            continue
+        blocks = u32_from_bytes(answer.block_ids, "block_ids").tolist()
+        named = [request.hashes[16 * i : 16 * i + 16] for i in range(len(blocks))]
+        assert blocks == [lender.block_of[digest] for digest in named]
+        assert lender.pool._tokens[blocks].tobytes() == request.token_ids[: 16 * len(blocks)]
+        assert (request.worker_id, request.worker_epoch, request.layout) == ("theirs", EPOCH, LAYOUT)
+        num_lent += 1
+        calls.append(call)
+        check_scheduler(lender.core)
+    assert num_lent > 50
+    for call in calls:
+        await call.aclose()
+    check_scheduler(lender.core)
+    assert not lender.core.is_source("theirs")
+    assert not lender.pool.num_used
+
+
+async def test_a_huge_list_is_refused_before_it_is_read() -> None:
+    request = LendBlocksRequest(worker_id="theirs", hashes=bytes(16 * (MAX_ASKED + 1)))
+    with pytest.raises(InvalidRequestError, match=f"{MAX_ASKED + 1} hashes; at most {MAX_ASKED}"):
+        await anext(lend(Lender(), request))  # type: ignore[arg-type]
