@@ -82,7 +82,9 @@ class Loans:
 
 
 def _may_read(wanted: WantedPrefix, worker: WorkerState) -> bool:
-    """Whether the worker is the process that the other scheduler means, and the bytes of its blocks mean the same."""
+    """Whether the worker is the process that the other scheduler means, and the bytes of its blocks mean the same. A
+    digest that occurs twice is of no prefix, and its block would be freed twice.
+    """
     capacity, movement = worker.capacity, worker.capacity.movement
     return (
         movement is not None
@@ -90,4 +92,5 @@ def _may_read(wanted: WantedPrefix, worker: WorkerState) -> bool:
         and capacity.worker_epoch == wanted.worker_epoch
         and movement.layout == wanted.layout
         and len(wanted.token_ids) == len(wanted.digests) * capacity.block_size
+        and len(set(wanted.digests)) == len(wanted.digests)
     )

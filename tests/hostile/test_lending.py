@@ -62,11 +62,11 @@ def foreign(lender: Lender, rng: Random) -> LendBlocksRequest:
         layout=choose(LAYOUT, b"", LAYOUT * 1000, b"Layout"),
         hashes=choose(
             hashes, b"", hashes[::-1], hashes[:-1], hashes[16:], chain[0] * len(chain), hashes * 500,
-            rng.randbytes(160), b"".join(reversed(chain)), hashes + chain[0], bytes(16 * (MAX_ASKED + 1)),
+            chain[0] * 10, rng.randbytes(160), b"".join(reversed(chain)), hashes + chain[0], bytes(16 * (MAX_ASKED + 1)),
         ),
         token_ids=choose(
             column, b"", column[::-1], column[:-1], column[4:], column * 500, bytes(len(column)),
-            column[:20] + b"\xff" * 20,
+            column[:20] + b"\xff" * 20, column[:16] * 10,
         ),
     )  # fmt: skip
 
@@ -97,6 +97,17 @@ async def test_only_blocks_that_the_caller_names_are_lent(seed: int) -> None:
     check_scheduler(lender.core)
     assert not lender.core.is_source("theirs")
     assert not lender.pool.num_used
+
+
+async def test_a_prefix_that_repeats_a_block_is_not_lent() -> None:
+    """Its block would be counted once and freed ten times."""
+    lender, tokens = Lender(), np.array(PROMPT[:4] * 10, np.uint32)
+    digest = next(iter(lender.block_of))
+    request = LendBlocksRequest(
+        worker_id="theirs", worker_epoch=EPOCH, layout=LAYOUT, hashes=10 * digest, token_ids=u32_to_bytes(tokens)
+    )
+    with pytest.raises(NotFoundError):
+        await anext(lend(lender, request))  # type: ignore[arg-type]
 
 
 async def test_a_huge_list_is_refused_before_it_is_read() -> None:
