@@ -62,7 +62,8 @@ def foreign(lender: Lender, rng: Random) -> LendBlocksRequest:
         layout=choose(LAYOUT, b"", LAYOUT * 1000, b"Layout"),
         hashes=choose(
             hashes, b"", hashes[::-1], hashes[:-1], hashes[16:], chain[0] * len(chain), hashes * 500,
-            chain[0] * 10, rng.randbytes(160), b"".join(reversed(chain)), hashes + chain[0], bytes(16 * (MAX_ASKED + 1)),
+            chain[0] * 10, rng.randbytes(160), b"".join(reversed(chain)), hashes + chain[0],
+            bytes(16 * (MAX_ASKED + 1)),
         ),
         token_ids=choose(
             column, b"", column[::-1], column[:-1], column[4:], column * 500, bytes(len(column)),
