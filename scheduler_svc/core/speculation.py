@@ -119,15 +119,15 @@ class Speculation:
         than `num_kept` blocks free.
         """
         num_missing = wanted - self._room(rows)
-        lacks = num_missing > 0
-        if not np.count_nonzero(lacks):
+        num_growing = np.count_nonzero(num_missing > 0)
+        if not num_growing:
             return True
-        rows, num_blocks = rows[lacks], -(-num_missing[lacks] // self._table.block_size)
-        most = int(num_blocks[num_blocks.argmax()])  # faster than max()
-        if self._pool.num_free - most * len(rows) < num_kept:
+        bs = self._table.block_size
+        most = -(-num_missing.item(num_missing.argmax()) // bs)  # blocks of a row; faster than max()
+        if self._pool.num_free - most * num_growing < num_kept:
             return False
         for nth in range(most):
-            append_blocks(rows[num_blocks > nth])
+            append_blocks(rows[num_missing > nth * bs])
         return True
 
 
