@@ -142,7 +142,7 @@ def test_long_contexts_of_one_row_are_not_bound_by_what_runs_in_series():
 def test_int8_weights_are_read_in_half_the_time():
     plain, int8 = (one_row_ms("8B", 512, H200, mode) for mode in ("best_effort", "exact, int8"))
     assert plain["linear layers"] / 2 < int8["linear layers"] < 0.55 * plain["linear layers"]
-    assert int8["head"] >= plain["head"]
+    assert int8["head"] > 0.99 * plain["head"]
     assert plain["launches"] < int8["launches"] < 1.6 * plain["launches"]
 
 
