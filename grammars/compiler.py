@@ -20,8 +20,6 @@ from request_fields.grammar import JSON_WHITESPACE, GrammarKind
 MAX_ERROR_CHARS = 400
 GBNF_RULE = "::="
 
-MASK_WORD_BITS = 32
-
 
 class UnsupportedTokenizerError(ValueError):
     """Grammars cannot be compiled for this tokenizer."""
@@ -42,11 +40,6 @@ class GrammarCompiler:
             raise UnsupportedTokenizerError(f"its tokenizer.json cannot be used: {_first_line(str(error))}") from None
         self._limits = LLParserLimits(verbose_errors=False)
         self.vocab_size = vocab_size
-
-    @property
-    def mask_words(self) -> int:
-        """32-bit words of a mask over the vocabulary; bit i % 32 of word i // 32 belongs to token id i."""
-        return -(-self.vocab_size // MASK_WORD_BITS)
 
     def compile(self, kind: GrammarKind, text: str) -> LLMatcher:
         """A matcher at the start of the output; copies of it are independent. Raises GrammarError."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor
 
 SMALL_BYTES = 64 << 10  # fields of smaller messages are not counted: they decode to 2 MB at most
 MAX_FIELDS = 60_000  # above the largest valid request: a chat of 10,000 messages
@@ -30,7 +30,6 @@ class TooManyFieldsError(ValueError):
 Layout = Mapping[int, Any]
 NUMBERS: Layout = {}  # stands for a packed field
 CONTINUES = bytes(range(0x80, 0x100))  # bytes of a number besides its last one
-TEXT_TYPES = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
 
 

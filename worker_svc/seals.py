@@ -15,11 +15,6 @@ TAG_BYTES = 16
 SEAL_BYTES = 8 + TAG_BYTES
 
 
-def make_seal(scheduler_epoch: int, tag: bytes) -> bytes:
-    """The seal of one block. `tag`: empty if the scheduler sent none."""
-    return scheduler_epoch.to_bytes(8, "little") + tag.ljust(TAG_BYTES, b"\0")
-
-
 class Seals:
     """The newest seal of each block. Uses no memory until a commit has tags."""
 

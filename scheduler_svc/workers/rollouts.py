@@ -35,10 +35,6 @@ class Rollouts:
         self._step_loop = step_loop
         self._pauses: dict[str, asyncio.Future[list[HeldSample]]] = {}
 
-    @property
-    def num_pauses(self) -> int:
-        return len(self._pauses)
-
     async def control(self, request: Request) -> Response:
         """Serve one call. Raises QuireError."""
         weights = self.weights

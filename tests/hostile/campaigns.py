@@ -16,20 +16,14 @@ from functools import cache
 from typing import Any
 
 import aiohttp
-import grpc
-import grpc.aio
 from google.protobuf.descriptor import Descriptor, MethodDescriptor
-from quire.internal.v1 import worker_pb2
-from quire.internal.v1.worker_pb2_grpc import WorkerServiceStub
 
 from tests.hostile.examples import (
     HEALTH,
     REFLECTION,
     calls_of,
-    decode_step,
     methods_of,
     path_of,
-    step_batch,
 )
 from tests.hostile.http2 import Http2, frame_message
 from tests.hostile.mutations import TEXTS, Mutator
@@ -243,46 +237,3 @@ def _change(value: Any, rng: random.Random) -> Any:
         at = rng.randrange(len(value))
         return [*value[:at], _change(value[at], rng), *value[at + 1 :]]
     return copy.deepcopy(rng.choice(JSON_VALUES))
-
-
-# -- a hostile scheduler ---------------------------------------------------------------------------------------------
-
-
-async def mutated_steps(port: Port, *, count: int, seed: int) -> Outcomes:
-    """`count` mutated steps under a valid lease of a worker, which its scheduler loses by that."""
-    outcomes, mutator = Outcomes(), Mutator(f"{port.name}/{seed}/steps")
-    metadata = bearer(port.credentials[""])
-    async with grpc.aio.insecure_channel(port.address) as channel:
-        stub = WorkerServiceStub(channel)
-        for _ in range(count):
-            lease = worker_pb2.LeaseRequest(scheduler_id="hostile", protocol_version=1)
-            granted = await stub.Lease(lease, timeout=10.0, metadata=metadata)
-            await _mutated_step(channel, granted, mutator, metadata, outcomes)
-    return outcomes
-
-
-async def _mutated_step(
-    channel: grpc.aio.Channel,
-    granted: worker_pb2.LeaseResponse,
-    mutator: Mutator,
-    metadata: tuple[tuple[str, str], ...],
-    outcomes: Outcomes,
-) -> None:
-    """A valid step that opens a row, then steps with mutated fields behind a valid fence."""
-    valid = step_batch(granted.fence, granted.next_step_id)
-    steps = [valid]
-    for step_id in range(granted.next_step_id + (mutator.rng.random() < 0.5), granted.next_step_id + 3):
-        step = decode_step(granted.fence, step_id) if mutator.rng.random() < 0.5 else step_batch(granted.fence, step_id)
-        mutator.fields_only(step)
-        step.fence.CopyFrom(granted.fence)
-        step.step_id = step_id
-        steps.append(step)
-    data = [worker_pb2.StepStreamRequest(batch=step).SerializeToString() for step in steps]
-    call = channel.stream_stream("/quire.internal.v1.WorkerService/StepStream")(
-        iter(data), timeout=5.0, metadata=metadata
-    )
-    try:
-        answers = [answer async for answer in call]
-        outcomes.note("StepStream", "OK", f"{len(answers)} answers", data[-1])
-    except grpc.aio.AioRpcError as error:
-        outcomes.note("StepStream", error.code().name, error.details() or "", data[-1])

@@ -108,15 +108,6 @@ def step_batch(fence: worker_pb2.Fence | None = None, step_id: int = 1) -> worke
     )  # fmt: skip
 
 
-def decode_step(fence: worker_pb2.Fence, step_id: int) -> worker_pb2.StepBatch:
-    """A step that computes the next token of the row of `step_batch`."""
-    return worker_pb2.StepBatch(
-        step_id=step_id, fence=fence, rows=_u32(0), context_lens=_u32(20), slot_mapping=_u32(20),
-        table_rows=_u32(0), table_indices=_u32(2), table_blocks=_u32(2), copy_src=_u32(1), copy_dst=_u32(5),
-        close_rows=b"", fork_rows=b"", beam_rows=b"",
-    )  # fmt: skip
-
-
 def _streams() -> dict[str, list[list[Message]]]:
     """Calls by method name. Several calls of a method reach different code."""
     attach = scheduler_pb2.AttachRequest

@@ -9,7 +9,6 @@ The fields come from the descriptors, so a new field is attacked without a chang
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -144,9 +143,6 @@ class Mutator:
 
 def _is_map(field: FieldDescriptor) -> bool:
     return field.message_type is not None and field.message_type.GetOptions().map_entry
-
-
-Way = Callable[[bytes, random.Random], bytes]
 
 
 def _span(data: bytes, rng: random.Random) -> tuple[int, int]:

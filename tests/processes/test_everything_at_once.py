@@ -23,7 +23,6 @@ MORE: dict[str, Any] = {"repetition_penalty": 1.15, "regex": REGEX, "bad_words":
 STOP = ["QX"]  # matches near the end of the expression only
 KINDS = ("worker", "scheduler", "gateway")
 REACHED = 25  # tokens of a sample after which the process is killed
-MAX_STREAMS = 20
 
 
 MAX_KILLS = 6  # all streams of the killed gateway may have ended, or all streams may be on the other one

@@ -13,7 +13,6 @@ from quire_cli.rates import Rates
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 24
 POOL_WIDTH = 24
-MIN_WIDTH = 60
 MIN_REQUESTS = 3  # lines of the oldest requests that are kept when there are many workers
 
 

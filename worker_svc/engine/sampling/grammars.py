@@ -124,15 +124,6 @@ class RowMasks:
         """The errors of failed rows; `rows` [S] are the rows of the logits."""
         return [RowError(int(rows[line]), text) for line, text in self.failures.items()]
 
-    def without_failed(self) -> RowMasks:
-        """The masks after the lines of failed rows were removed from the logits."""
-        if not self.failures:
-            return self
-        failed = np.array(sorted(self.failures), np.int64)
-        is_kept = ~np.isin(self.lines, failed)
-        lines = self.lines[is_kept]
-        return RowMasks(lines - np.searchsorted(failed, lines), self.is_banned[is_kept], {})
-
 
 class _MaskWork(NamedTuple):
     """The masks of one row: after its output and after each of its drafts."""

@@ -103,11 +103,6 @@ class VisionConfig:
         return self.family.names
 
     @property
-    def patch_dim(self) -> int:
-        """Inputs of the first layer per patch: [channels, frames, patch_size, patch_size]."""
-        return self.channels * self.frames * self.patch_size**2
-
-    @property
     def num_outputs(self) -> int:
         """Embeddings per token: one that replaces the token's, and one per layer of DeepStack."""
         return 1 + len(self.deep_layers)
