@@ -107,7 +107,7 @@ def trust_digests(patch: Patch) -> None:
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
-@bug("reads the wrong content|differs|digest")
+@bug("reads the wrong content|differs|digest", first_seed=16)
 def adapter_missing_in_the_root(patch: Patch) -> None:
     trust_digests(patch)
     wrap(patch, hashing, "root_key", lambda root_key, **parts: root_key(**(parts | {"adapter": b""})))
@@ -172,7 +172,7 @@ def position_off_by_one_after_rejected_drafts(patch: Patch) -> None:
     wrap(patch, answers, "take_back", take_back)
 
 
-@bug("which another open row has|leaks|reads the wrong content|beyond their tables")
+@bug("which another open row has|leaks|reads the wrong content|beyond their tables", first_seed=66)
 def reserved_block_given_back_before_its_step_is_answered(patch: Patch) -> None:
     def columns(original: Any, table: RowTable, rows: np.ndarray, num_drafts: np.ndarray) -> Any:
         found = original(table, rows, num_drafts)
@@ -198,7 +198,7 @@ def block_committed_with_rejected_drafts(patch: Patch) -> None:
     wrap(patch, WorkerState, "_commit_accepted", commit)
 
 
-@bug("the oracle has|after the end")
+@bug("the oracle has|after the end", first_seed=92)
 def drafts_behind_the_end_delivered(patch: Patch) -> None:
     wrap(patch, answers.Stops, "num_before_end", lambda original, self, table, rows, lens, ids: lens)
 
@@ -215,6 +215,7 @@ def drafts_without_blocks(patch: Patch) -> None:
 @bug(
     "computes rows|max_query_lens|more tokens than its limit|beyond max_model_len|the oracle has|out of bounds",
     checks_invariants=True,
+    first_seed=11,
 )
 def drafts_beyond_the_limit(patch: Patch) -> None:
     def reserve(original: Any, speculation: Speculation, *args: Any) -> Any:
@@ -254,7 +255,7 @@ def block_freed_while_one_user_is_left(patch: Patch) -> None:
     wrap(patch, BlockManager, "free", free)
 
 
-@bug("which another open row has|writes into|evicts a block before|leaks")
+@bug("which another open row has|writes into|evicts a block before|leaks", first_seed=10)
 def hit_stays_in_the_free_list(patch: Patch) -> None:
     def share(original: Any, pool: BlockManager, blocks: np.ndarray) -> None:
         pool.refs[blocks] += 1
@@ -262,7 +263,7 @@ def hit_stays_in_the_free_list(patch: Patch) -> None:
     wrap(patch, BlockManager, "share", share)
 
 
-@bug("leaks|which another open row has|which other rows share|written to one slot|did not end within")
+@bug("leaks|which another open row has|which other rows share|written to one slot|did not end within", first_seed=1)
 def fork_takes_no_reference(patch: Patch) -> None:
     def fork(original: Any, forks: Forks, row: int, count: int, plan: StepPlan) -> None:
         num_opens = len(plan.opens)
@@ -355,7 +356,11 @@ def copy_of_a_group_skipped(patch: Patch) -> None:
     patch.setattr(WindowGroup, "_copy", lambda self, row, index: None)
 
 
-@bug("a cache group lost|group .: row . starts from|group .: row . reads the wrong content", has_groups=True)
+@bug(
+    "a cache group lost|group .: row . starts from|group .: row . reads the wrong content",
+    has_groups=True,
+    first_seed=23,
+)
 def hit_without_its_window_in_the_group(patch: Patch) -> None:
     patch.setattr(WindowGroup, "usable_hits", lambda self, digests, num_blocks, token_ids=None: num_blocks)
 
@@ -373,7 +378,7 @@ def beam_keeps_its_blocks_of_a_group(patch: Patch) -> None:
 # -- the prefix cache --------------------------------------------------------------------------------------------------
 
 
-@bug("reads the wrong content|opens with a bad table|which another open row has")
+@bug("reads the wrong content|opens with a bad table|which another open row has", first_seed=38)
 def digest_without_parent(patch: Patch) -> None:
     def extend(
         original: Any, digests: list[bytes], root: bytes, tokens: np.ndarray, block_size: int, keys: Any = ()
@@ -386,7 +391,7 @@ def digest_without_parent(patch: Patch) -> None:
     trust_digests(patch)
 
 
-@bug("reads the wrong content")
+@bug("reads the wrong content", first_seed=18)
 def salt_ignored(patch: Patch) -> None:
     for module in (prompt_digests, worker_state):
         wrap(patch, module, "root_digest", lambda root, salt, block_size, key: root(salt, block_size, b""))
@@ -434,7 +439,7 @@ def whole_prompt_taken_from_the_cache(patch: Patch) -> None:
     wrap(patch, BlockManager, "match", match)
 
 
-@bug("evicts a block before the blocks that continue it")
+@bug("evicts a block before the blocks that continue it", first_seed=10)
 def heads_evicted_before_tails(patch: Patch) -> None:
     wrap(patch, BlockManager, "free", lambda free, pool, blocks: free(pool, blocks[::-1]))
 
@@ -461,7 +466,7 @@ def evictions_not_announced(patch: Patch) -> None:
     wrap(patch, BlockManager, "forget", forget)
 
 
-@bug("which another open row has|reads the wrong content|which other rows share|opens with a bad table")
+@bug("which another open row has|reads the wrong content|which other rows share|opens with a bad table", first_seed=13)
 def window_frees_one_block_early(patch: Patch) -> None:
     def free(original: Any, kept: Windows, rows: np.ndarray) -> None:
         before = kept._rows.blocks_before
@@ -570,7 +575,7 @@ def row_at_its_limit_stays_in_the_decode_run(patch: Patch) -> None:
     wrap(patch, DecodeRun, "_renew", renew)
 
 
-@bug("written to one slot|beyond their tables|rows are at|share|disagrees with the tables")
+@bug("written to one slot|beyond their tables|rows are at|share|disagrees with the tables", first_seed=10)
 def row_joins_the_decode_run_without_a_check_of_its_blocks(patch: Patch) -> None:
     def may_join(original: Any, planner: StepPlanner, row: int) -> bool:
         r = planner.worker.rows
@@ -580,7 +585,7 @@ def row_joins_the_decode_run_without_a_check_of_its_blocks(patch: Patch) -> None
     wrap(patch, StepPlanner, "_may_join", may_join)
 
 
-@bug("the oracle has|commits block|no acknowledged step has computed")
+@bug("the oracle has|commits block|no acknowledged step has computed", first_seed=23)
 def failed_row_keeps_its_blocks_trusted(patch: Patch) -> None:
     wrap(patch, scheduler, "untrusted_after", lambda original, worker, failed, step: Untrusted([], []))
 
@@ -598,7 +603,7 @@ def refused_once_and_never_checked_again(patch: Patch) -> None:
     wrap(patch, WorkerState, "refusal", refusal)
 
 
-@bug("is draining and gets a new row")
+@bug("is draining and gets a new row", first_seed=17)
 def draining_worker_gets_sequences(patch: Patch) -> None:
     def assign(original: Any, placement: Placement, *args: Any, **options: Any) -> Any:
         draining = [worker for worker in placement.workers if worker.is_draining]
@@ -624,7 +629,7 @@ def last_block_of_a_beam_not_copied(patch: Patch) -> None:
     wrap(patch, StepPlanner, "_copy_block", copy)
 
 
-@bug("pools all states, but .* of them are cached|the oracle has")
+@bug("pools all states, but .* of them are cached|the oracle has", first_seed=93)
 def mean_pooling_with_a_prefix_hit(patch: Patch) -> None:
     patch.setattr(Sequence, "max_cached_tokens", property(lambda seq: seq.data.num_tokens - 1))
 
@@ -640,7 +645,7 @@ def blocks_of_a_pooled_row_stay(patch: Patch) -> None:
     wrap(patch, RowTable, "open", open_row)
 
 
-@bug("the oracle has")
+@bug("the oracle has", first_seed=37)
 def numbers_of_another_request(patch: Patch) -> None:
     def of_row(original: Any, pooled: PooledRows) -> dict[int, np.ndarray]:
         found = original(pooled)
@@ -670,7 +675,7 @@ def beam_keeps_its_own_tokens(patch: Patch) -> None:
     trust_digests(patch)
 
 
-@bug("not that of its chain|no acknowledged step has computed")
+@bug("not that of its chain|no acknowledged step has computed", first_seed=20)
 def beam_keeps_its_own_digests(patch: Patch) -> None:
     def take(original: Any, beams: BeamRows, rows: np.ndarray, parents: np.ndarray) -> None:
         known = {row: list(beams.worker.rows.digests[row]) for row in rows.tolist()}
@@ -698,7 +703,7 @@ def moves_not_sent(patch: Patch) -> None:
     change_batches(patch, lambda b: replace(b, beam_rows=b.beam_rows[:0], beam_parents=b.beam_parents[:0]))
 
 
-@bug("did not end within|no progress")
+@bug("did not end within|no progress", first_seed=17)
 def late_beams_copy_the_prompt_without_a_prefix_cache(patch: Patch) -> None:
     """Admission counts the blocks of the prompt once, so the pool is too small for the search, which starts again."""
 
@@ -709,7 +714,7 @@ def late_beams_copy_the_prompt_without_a_prefix_cache(patch: Patch) -> None:
     wrap(patch, Forks, "_hits", hits)
 
 
-@bug("did not end within")
+@bug("did not end within", first_seed=16)
 def failed_gang_retried_without_end(patch: Patch) -> None:
     """The rows that read the blocks of a failed leader move first, and the failure is not counted."""
 
@@ -726,12 +731,12 @@ def failed_gang_retried_without_end(patch: Patch) -> None:
 # -- updates of the weights --------------------------------------------------------------------------------------------
 
 
-@bug("the weights change while a step is in flight")
+@bug("the weights change while a step is in flight", first_seed=12)
 def weights_of_two_versions_in_a_step(patch: Patch) -> None:
     patch.setattr(Barrier, "is_reached", property(lambda barrier: barrier.is_closed))
 
 
-@bug("reads the wrong content|published a prefix")
+@bug("reads the wrong content|published a prefix", first_seed=12)
 def blocks_of_the_old_weights_hit(patch: Patch) -> None:
     """The weights are not part of the keys, and cached blocks stay."""
 
@@ -741,7 +746,7 @@ def blocks_of_the_old_weights_hit(patch: Patch) -> None:
     wrap(patch, Barrier, "change_weights", change)
 
 
-@bug("plans a step behind a closed barrier")
+@bug("plans a step behind a closed barrier", first_seed=29)
 def steps_behind_the_barrier(patch: Patch) -> None:
     patch.setattr(Barrier, "_note", lambda barrier: None)
     patch.setattr(
@@ -768,7 +773,7 @@ def encoder_blocks_freed_with_the_first_sample(patch: Patch) -> None:
     wrap(patch, WorkerState, "_close", close)
 
 
-@bug("its encoder has")
+@bug("its encoder has", first_seed=10)
 def encoder_computed_in_chunks(patch: Patch) -> None:
     def chunk(original: Any, planner: StepPlanner, row: int, plan: StepPlan, num_head_tokens: int = 0) -> None:
         original(planner, row, plan)
@@ -776,7 +781,7 @@ def encoder_computed_in_chunks(patch: Patch) -> None:
     wrap(patch, StepPlanner, "_plan_chunk", chunk)
 
 
-@bug("starts from .* encoder positions")
+@bug("starts from .* encoder positions", first_seed=40)
 def part_of_the_encoder_positions_hit(patch: Patch) -> None:
     def match(original: Any, pool: BlockManager, digests: list[bytes], tokens: np.ndarray, *limits: int) -> Any:
         return original(pool, digests, tokens, limits[0])
@@ -787,7 +792,7 @@ def part_of_the_encoder_positions_hit(patch: Patch) -> None:
 # -- inputs besides tokens --------------------------------------------------------------------------------------------
 
 
-@bug("reads the wrong content")
+@bug("reads the wrong content", first_seed=195)
 def inputs_missing_in_the_digest(patch: Patch) -> None:
     """All inputs have the same placeholder id, so that another image hits the blocks of the first one."""
 
@@ -800,7 +805,7 @@ def inputs_missing_in_the_digest(patch: Patch) -> None:
     trust_digests(patch)
 
 
-@bug("not that of its chain|no acknowledged step has computed")
+@bug("not that of its chain|no acknowledged step has computed", first_seed=14)
 def extra_keys_of_the_last_prompt_block_forgotten(patch: Patch) -> None:
     """The digest of the block that the first output tokens complete: an input may begin in it."""
 
@@ -821,7 +826,7 @@ def inputs_lost_when_a_row_is_computed_again(patch: Patch) -> None:
     change_batches(patch, without)
 
 
-@bug("compute an input that they do not have")
+@bug("compute an input that they do not have", first_seed=45)
 def inputs_lost_when_a_hit_ends_inside(patch: Patch) -> None:
     def after(original: Any, inputs: Inputs, num_computed: int) -> Any:
         return [item for item in inputs.items if item.start >= num_computed]
@@ -829,12 +834,12 @@ def inputs_lost_when_a_hit_ends_inside(patch: Patch) -> None:
     wrap(patch, Inputs, "after", after)
 
 
-@bug("gets an input whose positions are computed")
+@bug("gets an input whose positions are computed", first_seed=27)
 def all_inputs_sent_after_a_hit(patch: Patch) -> None:
     wrap(patch, Inputs, "after", lambda original, inputs, num_computed: inputs.items)
 
 
-@bug("pending_prefill is wrong|todo", checks_invariants=True)
+@bug("pending_prefill is wrong|todo", checks_invariants=True, first_seed=14)
 def last_token_of_a_prompt_planned_as_a_decode(patch: Patch) -> None:
     def split(original: Any, planner: StepPlanner) -> Any:
         rows = np.fromiter(planner.worker.rows.outside, dtype=np.int64)
@@ -847,7 +852,7 @@ def last_token_of_a_prompt_planned_as_a_decode(patch: Patch) -> None:
 # -- snapshots ---------------------------------------------------------------------------------------------------------
 
 
-@bug("starts after .* tokens from the snapshot|sample from a state|takes snapshots in slots")
+@bug("starts after .* tokens from the snapshot|sample from a state|takes snapshots in slots", first_seed=35)
 def snapshot_of_another_position(patch: Patch) -> None:
     shifted: set[int] = set()
 
@@ -867,7 +872,7 @@ def snapshot_of_another_position(patch: Patch) -> None:
     wrap(patch, Snapshots, "_keep", keep)
 
 
-@bug("starts after .* tokens from the snapshot|sample from a state")
+@bug("starts after .* tokens from the snapshot|sample from a state", first_seed=60)
 def snapshot_of_another_prefix(patch: Patch) -> None:
     def hit(original: Any, self: Snapshots, digest: bytes) -> int:
         original(self, digest)
@@ -906,7 +911,7 @@ def snapshot_used_before_its_step_is_answered(patch: Patch) -> None:
     wrap(patch, Snapshots, "_take", take)
 
 
-@bug("the oracle has", failure_rate=0.3)
+@bug("the oracle has", failure_rate=0.3, first_seed=53)
 def snapshot_of_a_failed_row_kept(patch: Patch) -> None:
     def read(original: Any, self: Snapshots, step: InFlightStep, output: Any, is_open: Any, deltas: Any) -> Any:
         found = original(self, step, output, is_open, deltas)
@@ -928,7 +933,7 @@ def state_not_reset_at_reuse(patch: Patch) -> None:
 # -- moves of blocks ---------------------------------------------------------------------------------------------------
 
 
-@bug("was given away while it is read", has_moves=True, has_slow_links=True)
+@bug("was given away while it is read", has_moves=True, has_slow_links=True, first_seed=6)
 def source_freed_during_a_read(patch: Patch) -> None:
     def begin(original: Any, moves: BlockMoves, *args: Any) -> Any:
         move = original(moves, *args)
@@ -970,7 +975,7 @@ def price_ignored(patch: Patch) -> None:
     patch.setattr(block_moves, "moved_tokens_gain", lambda num_tokens, *_: num_tokens)
 
 
-@bug("was given away while it is read|reads the wrong content", has_moves=True)
+@bug("was given away while it is read|reads the wrong content", has_moves=True, first_seed=2)
 def stale_epoch_served(patch: Patch) -> None:
     patch.setattr(tiers, "is_same_process", lambda source, worker: True)
 
@@ -1024,7 +1029,7 @@ def a_failed_move_is_waited_for_without_end(patch: Patch) -> None:
     wrap(patch, BlockMoves, "end_move", end)
 
 
-@bug("was given away while it is read|sample from a state", has_moves=True)
+@bug("was given away while it is read|sample from a state", has_moves=True, first_seed=6)
 def snapshot_of_another_position_moved(patch: Patch) -> None:
     def lend(original: Any, self: Snapshots, digests: Any) -> list[int]:
         return list(original(self, [next(iter(self.kept))]))
@@ -1032,7 +1037,7 @@ def snapshot_of_another_position_moved(patch: Patch) -> None:
     wrap(patch, Snapshots, "lend", lend)
 
 
-@bug("sample from a state", has_moves=True)
+@bug("sample from a state", has_moves=True, first_seed=6)
 def tier_serves_a_snapshot_of_another_salt(patch: Patch) -> None:
     """One after as many tokens, in another chain."""
 
@@ -1043,7 +1048,7 @@ def tier_serves_a_snapshot_of_another_salt(patch: Patch) -> None:
     wrap(patch, tiers, "find_snapshot", find)
 
 
-@bug("starts after .* tokens from the snapshot|sample from a state|was given away", has_moves=True)
+@bug("starts after .* tokens from the snapshot|sample from a state|was given away", has_moves=True, first_seed=6)
 def snapshot_kept_that_did_not_arrive(patch: Patch) -> None:
     wrap(patch, Snapshots, "receive", lambda original, self, extras, num_arrived: original(self, extras, len(extras)))
 

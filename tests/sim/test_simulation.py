@@ -12,7 +12,7 @@ from tests.sim.seeds import parametrize_seeds, read_regressions
 from tests.sim.simulation import run_seed
 
 NUM_COVERING = 60  # seeds of test_the_seeds_cover_every_kind_of_event
-NUM_SEEDS, NUM_DEEP_SEEDS = 360, 20_000
+NUM_SEEDS, NUM_DEEP_SEEDS = 210, 20_000
 REGRESSIONS = Path(__file__).with_name("regressions.txt")
 
 

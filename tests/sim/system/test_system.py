@@ -12,7 +12,7 @@ from tests.sim.seeds import parametrize_seeds, read_regressions
 from tests.sim.system.simulation import FAULTS, Simulation, run_seed
 
 NUM_COVERING = 80  # seeds of test_the_seeds_cover_all_faults
-NUM_SEEDS, NUM_DEEP_SEEDS = 230, 10_000
+NUM_SEEDS, NUM_DEEP_SEEDS = 130, 10_000
 REGRESSIONS = Path(__file__).with_name("regressions.txt")
 
 
