@@ -27,7 +27,7 @@ def check(report: Report) -> None:
 @pytest.mark.slow
 async def test_every_kind_of_process_may_fail(tmp_path: Path) -> None:
     # The best of 300 seeds: its plan first kills one process of each kind, and covers all actions soonest.
-    report = await run(Settings(seconds=40, seed=252, gap_s=1.7, requests=24), tmp_path)
+    report = await run(Settings(seconds=20, seed=252, gap_s=1.2, requests=24), tmp_path)
     check(report)
     kills = report.summary()["kills"]
     assert isinstance(kills, dict)
@@ -36,7 +36,7 @@ async def test_every_kind_of_process_may_fail(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_many_simulated_streams(tmp_path: Path) -> None:
-    settings = Settings(seconds=10, seed=2, executor="sim", lanes=48, gap_s=1.5)
+    settings = Settings(seconds=6, seed=2, executor="sim", lanes=48, gap_s=1.5)
     report = await run(settings, tmp_path)
     check(report)
     assert len(report.records) > settings.lanes

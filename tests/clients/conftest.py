@@ -32,7 +32,7 @@ def start(stack: Stack, model_dir: Path, *worker_flags: str) -> str:
     """Start a scheduler, a worker and a gateway, whose chats can have tools. Returns the URL of its HTTP API."""
     address = f"127.0.0.1:{free_port()}"
     scheduler = stack.start_scheduler()
-    flags = ("--kv-cache-memory", "64M", "--model-name", MODEL, "--dtype", "float32")
+    flags = ("--max-model-len", "512", "--kv-cache-memory", "64M", "--model-name", MODEL, "--dtype", "float32")
     worker = stack.start_worker(scheduler, model_dir, *flags, *worker_flags)
     template = stack.folder / "tools.jinja"
     template.write_text(HERMES)

@@ -69,7 +69,6 @@ REQUESTS = (
     Request("many_ids", COMPLETIONS, lambda: ONE | {"prompt": [[5] * 1500] * 1000}, at_once=2),
     Request("unknown_keys", COMPLETIONS, lambda: ONE | _named(1_200_000)),
     Request("biases", COMPLETIONS, lambda: ONE | {"logit_bias": _named(1_200_000)}),
-    Request("empty_lists", COMPLETIONS, lambda: ONE | {"x": [[]] * (4 * MILLION)}),
     Request("empty_lists_eight_times", COMPLETIONS, lambda: ONE | {"x": [[]] * (4 * MILLION)}, at_once=8),
     Request("beams", COMPLETIONS, lambda: {"prompt": [5], "beam_width": 64, "max_tokens": 300, "ignore_eos": True}),
     Request("embeddings_of_long_texts", "/v1/embeddings", lambda: {"input": ["word " * 1400] * 2048}),

@@ -23,7 +23,7 @@ from tests.processes.stack import POLL_S, READY_DEADLINE_S, Service, Stack
 TOKENS = {role: f"{role}-token-0123456789" for role in ("gateway", "scheduler", "worker")}
 API_KEY, OPERATOR_KEY = "sk-attacker-0123456789", "sk-operator-0123456789"
 GOOD_KEY = "sk-good-0123456789"
-SIM = ("--executor", "sim", "--sim-step-ms", "10", "--num-blocks", "2048", "--max-num-seqs", "64")
+SIM = ("--executor", "sim", "--sim-step-ms", "25", "--num-blocks", "2048", "--max-num-seqs", "64")
 STRANGER: Mapping[str, str] = {}  # no credentials for any method
 
 

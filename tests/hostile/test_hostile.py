@@ -19,13 +19,15 @@ from tests.hostile.suite import Suite, all_attacks, as_stranger, good_streams, o
 from tests.hostile.target import Target
 from tests.hostile.watch import Watch
 
-SIZE = attacks.Size(frames=1_000, connections=100, open_calls=200, slow_s=1.0, bomb_bytes=4 << 20)
+SIZE = attacks.Size(frames=1_000, connections=100, open_calls=200, slow_s=1.0, bomb_bytes=4 << 20, unfinished_s=2.0)
 COUNT = 60
 # Without credentials, these end before the code that they are for. Other attacks alternate between both callers.
 FOR_INSIDERS = (
     attacks.http_bombs, attacks.bombs, attacks.stream_bombs, attacks.framing_lies, attacks.unread_answers,
     *COSTLY_CALLS, *COSTLY_REQUESTS,
 )  # fmt: skip
+# Other attacks meet their limits too: `http_empty_lists_eight_times`, `strings_of_a_text`.
+ONLY_FULL = ("http_unknown_keys", "http_biases", "http_strings_of_a_short_text")
 KEPT_MIB = 64.0
 PEAK_MIB = 400.0  # eight bodies of 15 MB at once, each twice while it is received
 PAUSE_S = 20.0  # beside other tests; `make hostile` has 0.5
@@ -56,6 +58,8 @@ async def test_attacks_harm_neither_processes_nor_other_streams(target: Target, 
         await suite.mutate(spoken, count=count, seed=0, is_insider=False)
         await suite.mutate(spoken, count=count, seed=0, is_insider=True)
         for number, (attack, places) in enumerate(all_attacks(ports).items()):
+            if is_short and attack.__name__ in ONLY_FULL:
+                continue
             is_stranger = number % 2 and attack not in FOR_INSIDERS
             await suite.launch(attack, [as_stranger(port) for port in places] if is_stranger else places, size)
     assert [str(finding) for finding in suite.findings] == []

@@ -20,7 +20,7 @@ MODEL = "demo"
 LONG: dict[str, Any] = {
     "model": MODEL,
     "input": "What does os.path.join do?",
-    "max_output_tokens": 2400,
+    "max_output_tokens": 800,
     "temperature": 0.9,
     "extra_body": {"ignore_eos": True, "seed": 7},
 }
@@ -97,13 +97,13 @@ async def undisturbed(client: openai.AsyncOpenAI) -> str:
 
 
 async def test_log_probabilities_are_those_of_chats_after_a_kill_too(running: Running) -> None:
-    scored: dict[str, Any] = {**LONG, "max_output_tokens": 600, "top_logprobs": 2, "background": True}
+    scored: dict[str, Any] = {**LONG, "max_output_tokens": 300, "top_logprobs": 2, "background": True}
     scored["include"] = ["message.output_text.logprobs"]
     async with client_of(running.first_url) as first, client_of(running.second_url) as second:
         chat = await second.chat.completions.create(
             model=MODEL,
             messages=[{"role": "user", "content": LONG["input"]}],
-            max_tokens=600,
+            max_tokens=300,
             temperature=LONG["temperature"],
             logprobs=True,
             top_logprobs=2,
@@ -209,7 +209,7 @@ async def test_two_gateways_give_the_events_of_one_run(running: Running) -> None
 async def test_cancel_frees_the_blocks_from_any_gateway(running: Running) -> None:
     async with client_of(running.first_url) as first, client_of(running.second_url) as second:
         for client in (first, second):
-            endless = {**LONG, "max_output_tokens": 1500}
+            endless = {**LONG, "max_output_tokens": 800}
             begun = await first.responses.create(**endless, background=True)
             cancelled = await client.responses.cancel(begun.id)
             assert cancelled.status == "cancelled"

@@ -45,6 +45,7 @@ SERVICE_PACKAGES = {
     "scheduler": ("numpy", "xxhash", "redis"),
     "worker": ("torch", "numpy", "safetensors", "xxhash"),
 }
+PROBE = ("-P", "-m", "worker_svc.engine.kernels.probe", "--all")
 PROBE_TIMEOUT_S = 60.0  # compiles the kernels on a new machine
 KINDS = ("bfloat16", "int8", "float32")
 NOT_FASTEST = "QUIRE_DISABLE_AMX is set, the compiler does not know it, or the system refuses it (see a worker's log)"
@@ -186,7 +187,7 @@ def probe_kernels() -> dict[str, Any]:
 
     `is_late`: lines are missing because of the time limit.
     """
-    command = [sys.executable, "-P", "-m", "worker_svc.engine.kernels.probe", "--all"]
+    command = [sys.executable, *PROBE]
     is_late = False
     try:
         lines = subprocess.run(command, capture_output=True, check=True, timeout=PROBE_TIMEOUT_S).stdout

@@ -118,7 +118,7 @@ def test_a_path_that_the_system_refuses_is_an_error(monkeypatch, kernels, text):
 
 def test_a_compiler_that_lacks_a_flag_gets_the_plain_ones(monkeypatch):
     generic = available_paths()[-1]
-    monkeypatch.setattr(build, "flags_of", lambda path: [("-mno-such-flag",), ("-O1",)])
+    monkeypatch.setattr(build, "flags_of", lambda path: [("-mno-such-flag",), ("-Og",)])
     assert path_of(declare(build.load_kernels_of(generic)).quire_arithmetic().decode()).name == generic.name
 
 

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
+from worker_svc.engine.kernels import probe
 from worker_svc.engine.kernels.paths import available_paths, path_of
-from worker_svc.engine.kernels.probe import instructions, measure_path
+from worker_svc.engine.kernels.probe import instructions
 
 
 @pytest.mark.parametrize(
@@ -43,8 +44,11 @@ def test_speeds_of_this_machine():
     assert not found["is_chosen"]
 
 
-def test_another_path_is_measured_by_its_kernels(kernel_builds):
-    found = measure_path(kernel_builds("generic"))
+def test_the_other_paths_are_measured_by_their_kernels(kernel_builds, monkeypatch):
+    fastest, *_, generic = available_paths()
+    monkeypatch.setattr(probe, "available_paths", lambda: [fastest, generic])
+    monkeypatch.setattr(probe, "load_kernels_of", lambda path, sources: kernel_builds(path.name))
+    (found,) = probe.measure_others(fastest.name)
     assert found["path"] == "generic"
     assert all(speed > 0.1 for speed in (*found["giga_operations"].values(), found["read_gb_s"]))
 
