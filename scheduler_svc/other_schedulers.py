@@ -19,11 +19,11 @@ from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 from prefix_index.changes import RemoteHolder
 from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.block_moves import BlockSearch
-from scheduler_svc.core.block_sources import BlockSource, LentBlocks
+from scheduler_svc.core.block_sources import BlockSource, LentBlocks, LentExtras
 from scheduler_svc.core.loans import WantedPrefix
 from scheduler_svc.step_loop import MAX_LOAN_S, StepLoop
 from scheduler_svc.workers.wire import DIGEST_BYTES
-from step_protocol.columns import WireError, u32_from_bytes, u32_to_bytes
+from step_protocol.columns import I64, WireError, u32_from_bytes, u32_to_bytes
 from svc_common.channels import OpenChannel
 from svc_common.errors import InvalidRequestError, NotFoundError
 from svc_common.tasks import cancel
@@ -132,7 +132,20 @@ def _lent_from_proto(answer: object, search: BlockSearch, holder: RemoteHolder) 
     if len(ids) > holder.num_blocks or not answer.address:
         raise WireError(f"{len(ids)} block_ids for {holder.num_blocks} hashes, at address {answer.address!r}")
     source = BlockSource(worker_id, worker_epoch, ids.astype(np.int64), answer.address)
-    return LentBlocks(source, search.digests[: len(ids)])
+    digests = search.digests[: len(ids)]
+    return LentBlocks(source, digests, [_extras_from_proto(extras, digests) for extras in answer.extras])
+
+
+def _extras_from_proto(extras: scheduler_pb2.LentExtras, digests: Sequence[bytes]) -> LentExtras:
+    """Raises WireError."""
+    ids, indices = u32_from_bytes(extras.block_ids, "block_ids"), u32_from_bytes(extras.indices, "indices")
+    if len(ids) != len(indices) or (len(ids) and int(indices.max()) >= len(digests)):
+        raise WireError(f"{len(ids)} block_ids of extras for indices {indices.tolist()[:16]} of {len(digests)} blocks")
+    return LentExtras({digests[index]: block for index, block in zip(indices.tolist(), ids.tolist(), strict=True)})
+
+
+def _column(values: Sequence[int] | I64) -> bytes:
+    return u32_to_bytes(np.array(values, np.uint32))
 
 
 async def lend(
@@ -155,8 +168,10 @@ async def lend(
         raise NotFoundError("this scheduler has no worker that holds these blocks and may lend them")
     loan, address = lent
     try:
-        block_ids = u32_to_bytes(loan.block_ids.astype(np.uint32))
-        yield scheduler_pb2.LendBlocksResponse(block_ids=block_ids, address=address)
+        response = scheduler_pb2.LendBlocksResponse(block_ids=_column(loan.block_ids), address=address)
+        for one in loan.extras:
+            response.extras.add(block_ids=_column(one.ids), indices=_column(one.indices))
+        yield response
         await asyncio.sleep(MAX_LOAN_S)  # the caller ends the call before
     finally:
         step_loop.end_loan(loan)

@@ -64,7 +64,7 @@ def check_worker(worker: WorkerState, moves: BlockMoves | None = None, loans: Lo
     assert (refs == worker.pool.refs).all(), "ref counts disagree with tables, steps in flight and moves"
     for part in worker.parts_of_all:
         if isinstance(part, WindowGroup):
-            check_group(worker, part, moves)
+            check_group(worker, part, moves, loans)
         if isinstance(part, Snapshots):
             check_snapshots(part)
     reserved = sum(len(r.sequence(row).forks) for row in rows.tolist())
@@ -80,7 +80,7 @@ def check_snapshots(part: Snapshots) -> None:
     )
 
 
-def check_group(worker: WorkerState, group: WindowGroup, moves: BlockMoves | None) -> None:
+def check_group(worker: WorkerState, group: WindowGroup, moves: BlockMoves | None, loans: Loans | None) -> None:
     """Raise AssertionError if the tables and blocks of a cache group disagree, or may run out."""
     check_pool(group.pool)
     tables, r, refs = group.tables, worker.rows, np.zeros(group.pool.num_blocks, dtype=np.int64)
@@ -99,6 +99,8 @@ def check_group(worker: WorkerState, group: WindowGroup, moves: BlockMoves | Non
     extras = [of_part for one in (moves._open.values() if moves is not None else ()) for of_part in one.extras]
     moving = [extra.block_id for one in extras if one.part is group for extra in one.extras]
     moving += [extra.source_id for one in extras if one.source is group for extra in one.extras]
+    lent = [of_part for loan in (loans.open if loans is not None else ()) for of_part in loan.extras]
+    moving += [block for one in lent if one.part is group for block in one.ids]
     assert group._num_moving == len(moving), "the moving blocks of a group are wrong"
     np.add.at(refs, np.array(moving, np.int64) - group._first_id, 1)
     assert (refs == group.pool.refs).all(), "ref counts of a group disagree with its tables, steps in flight and moves"

@@ -46,7 +46,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.block_manager import NO_BLOCKS
-from scheduler_svc.core.block_sources import BlockSource, LentBlocks, OwnSource, Source
+from scheduler_svc.core.block_sources import BlockSource, ExtrasSource, LentBlocks, OwnSource, Source
 from scheduler_svc.core.messages import Counts, MovedExtra
 from scheduler_svc.core.policy import MoveSpeed, Throughput, TierKind, moved_tokens_gain
 from scheduler_svc.core.sequence import QueueEntry, Refusal, Sequence
@@ -112,7 +112,7 @@ class _PartExtras:
     """The extras of one part, on their way."""
 
     part: WorkerPart
-    source: WorkerPart | None
+    source: ExtrasSource | None
     extras: list[MovedExtra]
 
 
@@ -352,14 +352,15 @@ class BlockMoves:
 
     def _begin_search(self, worker: WorkerState, seq: Sequence, first: int, end: int, now: float) -> BlockSearch | None:
         movement, bs = worker.capacity.movement, worker.capacity.block_size
-        if not self._borrows or first >= end or movement is None or not movement.can_transfer or worker.parts_of_all:
+        if not self._borrows or first >= end or movement is None or not movement.can_transfer:
             return None
         under_way = self._searches.get(seq.digests[first])
         if under_way is not None or len(self._searches) == MAX_SEARCHES:
             return under_way
         num_tokens, pace = (end - first) * bs, self._throughput.prefill.early_per_s
         transfer_speed = self._movers[worker.capacity.worker_id].transfer_speed
-        seconds = self._search_speed.seconds(end) + transfer_speed.seconds(end - first)
+        worth = sum(part.blocks_worth(len(part.extras_at(end))) for part in worker.parts_of_all)
+        seconds = self._search_speed.seconds(end) + transfer_speed.seconds(end - first + worth)
         if moved_tokens_gain(num_tokens, seconds, pace) <= 0:
             return None
         search = BlockSearch(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Protocol
 
-from scheduler_svc.core.worker_state import WorkerPart, WorkerState
+from scheduler_svc.core.worker_state import WorkerState
 from step_protocol.columns import I64, U32
 
 
@@ -21,6 +21,14 @@ class BlockSource:
     address: str = ""  # of its WorkerService; empty: it is a worker of this scheduler
 
 
+class ExtrasSource(Protocol):
+    """What a source holds besides the blocks, for one part; see `WorkerPart`."""
+
+    def holds(self, digest: bytes) -> bool: ...
+    def lend(self, digests: Sequence[bytes]) -> list[int]: ...
+    def take_back(self, ids: Sequence[int]) -> None: ...
+
+
 class Source(Protocol):
     """A worker that holds leading blocks of a prefix."""
 
@@ -30,7 +38,7 @@ class Source(Protocol):
     def committed(self, digests: Sequence[bytes], token_ids: U32, end: int) -> I64:
         """Its leading committed blocks, at most `end`."""
 
-    def part(self, number: int) -> WorkerPart | None:
+    def part(self, number: int) -> ExtrasSource | None:
         """What it holds besides the blocks, by position in `parts_of_all`; None: nothing that it gives away."""
 
     def share(self, block_ids: I64) -> None:
@@ -56,7 +64,7 @@ class OwnSource:
         committed = pool.are_committed(held)
         return held if committed.all() else held[: int(committed.argmin())]
 
-    def part(self, number: int) -> WorkerPart | None:
+    def part(self, number: int) -> ExtrasSource:
         return self.worker.parts_of_all[number]
 
     def share(self, block_ids: I64) -> None:
@@ -71,6 +79,22 @@ class OwnSource:
         return BlockSource(self.worker_id, self.worker.capacity.worker_epoch, block_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class LentExtras:
+    """What another scheduler keeps besides the blocks, for one part: ids by the digest of their block."""
+
+    ids: Mapping[bytes, int]
+
+    def holds(self, digest: bytes) -> bool:
+        return digest in self.ids
+
+    def lend(self, digests: Sequence[bytes]) -> list[int]:
+        return [self.ids[digest] for digest in digests]
+
+    def take_back(self, ids: Sequence[int]) -> None:
+        """The other scheduler keeps them as long as the blocks."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LentBlocks:
     """Leading blocks of a prefix that another scheduler keeps for a short time, on one of its workers. If it does not,
@@ -79,6 +103,7 @@ class LentBlocks:
 
     source: BlockSource
     digests: Sequence[bytes]
+    extras: Sequence[LentExtras] = ()
 
     @property
     def worker_id(self) -> str:
@@ -93,8 +118,8 @@ class LentBlocks:
         """The reader compares the tokens."""
         return self.source.block_ids[: self.num_held(digests, end)]
 
-    def part(self, number: int) -> WorkerPart | None:
-        return None
+    def part(self, number: int) -> ExtrasSource | None:
+        return self.extras[number] if number < len(self.extras) else None
 
     def share(self, block_ids: I64) -> None:
         """The other scheduler has taken the references."""

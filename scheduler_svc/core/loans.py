@@ -1,4 +1,4 @@
-"""Blocks that are kept for workers of other schedulers while these read them.
+"""Blocks, and what rows need besides them, that are kept for workers of other schedulers while these read them.
 
 The caller ends each loan, at the latest after a short deadline, whatever has become of the reader. A reader that comes
 too late finds that a block is not committed any longer, and computes it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scheduler_svc.core.block_sources import BlockSource, OwnSource
+from scheduler_svc.core.block_sources import BlockSource, ExtrasSource, OwnSource
 from scheduler_svc.core.messages import Counts
 from scheduler_svc.core.worker_state import WorkerState
 from step_protocol.columns import I64, U32
@@ -29,12 +29,22 @@ class WantedPrefix:
     token_ids: U32
 
 
+@dataclass(frozen=True, slots=True)
+class ExtrasLoan:
+    """What a part keeps so that rows can start after the last block: the indices of the blocks, and the ids."""
+
+    part: ExtrasSource
+    indices: Sequence[int]
+    ids: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Loan:
     """Blocks with a reference of their own."""
 
     worker: WorkerState
     block_ids: I64
+    extras: Sequence[ExtrasLoan] = ()
 
     def describe(self) -> BlockSource:
         """For the worker that reads them."""
@@ -50,7 +60,9 @@ class Loans:
         self.open: set[Loan] = set()
 
     def begin(self, wanted: WantedPrefix) -> Loan | None:
-        """Take references to the leading blocks that are committed. None if there is none, or too many are lent."""
+        """Take references to the leading blocks that are committed and after which rows can start. None if there is
+        none, or too many are lent.
+        """
         worker = self._workers.get(wanted.worker_id)
         if worker is None or not _may_read(wanted, worker) or len(self.open) == MAX_LOANS:
             return None
@@ -58,10 +70,12 @@ class Loans:
         room = int(worker.capacity.num_blocks * MAX_FRACTION) - num_lent
         source = OwnSource(worker)
         blocks = source.committed(wanted.digests, wanted.token_ids, min(len(wanted.digests), max(0, room)))
-        if not len(blocks):
+        blocks = blocks[: worker.usable_hits(wanted.digests, len(blocks), wanted.token_ids)]
+        extras = _lend_extras(worker, wanted.digests, len(blocks)) if len(blocks) else None
+        if extras is None:
             return None
         source.share(blocks)
-        loan = Loan(worker, blocks)
+        loan = Loan(worker, blocks, extras)
         self.open.add(loan)
         self._counts.lent_blocks += len(blocks)
         return loan
@@ -74,11 +88,30 @@ class Loans:
         if self._workers.get(loan.worker.capacity.worker_id) is not loan.worker:
             return False
         OwnSource(loan.worker).free(loan.block_ids)
+        _take_back(loan.extras)
         return True
 
     def is_source(self, worker_id: str) -> bool:
         """Whether blocks of this worker are lent."""
         return any(loan.worker.capacity.worker_id == worker_id for loan in self.open)
+
+
+def _lend_extras(worker: WorkerState, digests: Sequence[bytes], end: int) -> list[ExtrasLoan] | None:
+    """What rows need besides the blocks to start after `end` of them. None if a part has no room to keep it."""
+    lent: list[ExtrasLoan] = []
+    for part in worker.parts_of_all:
+        indices = part.extras_at(end)
+        ids = part.lend([digests[index] for index in indices])
+        lent.append(ExtrasLoan(part, indices, ids))
+        if len(ids) < len(indices):
+            _take_back(lent)
+            return None
+    return lent
+
+
+def _take_back(lent: Sequence[ExtrasLoan]) -> None:
+    for one in lent:
+        one.part.take_back(one.ids)
 
 
 def _may_read(wanted: WantedPrefix, worker: WorkerState) -> bool:

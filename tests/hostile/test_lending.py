@@ -11,7 +11,7 @@ import pytest
 from quire.internal.v1.scheduler_pb2 import LendBlocksRequest
 
 from scheduler_svc.core.loans import Loan, WantedPrefix
-from scheduler_svc.core.messages import BlockMovement
+from scheduler_svc.core.messages import BlockMovement, CacheGroup
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.other_schedulers import MAX_ASKED, lend
 from step_protocol.columns import u32_from_bytes, u32_to_bytes
@@ -20,16 +20,22 @@ from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
 from tests.invariants import check_scheduler
 
 PROMPT = list(range(1, 41))  # ten blocks
+EXTRAS: dict[str, dict[str, Any]] = {  # what rows of a model need besides blocks
+    "": {},
+    "snapshots": {"num_snapshots": 8, "snapshot_tokens": 4},
+    "groups": {"groups": (CacheGroup(6, 120),)},
+}
 LAYOUT, EPOCH = b"layout", make_capacity("theirs").worker_epoch
 
 
 class Lender:
-    """Stands for the step loop of a scheduler whose worker has computed a prompt, also for a tenant."""
+    """Stands for the step loop of a scheduler whose worker has computed a prompt, also for a tenant. `extras`: a key of
+    EXTRAS.
+    """
 
-    def __init__(self) -> None:
-        capacity = replace(
-            make_capacity("theirs", num_blocks=128), movement=BlockMovement(LAYOUT, 1, can_transfer=True)
-        )
+    def __init__(self, extras: str = "") -> None:
+        movement = BlockMovement(LAYOUT, 1, can_transfer=True)
+        capacity = replace(make_capacity("theirs", num_blocks=128), movement=movement, **EXTRAS[extras])
         self.core: Scheduler = make_scheduler(capacity)
         for name, options in (("a", {}), ("b", {"root_key": b"tenant"})):
             self.core.add_group(make_group(PROMPT, name, max_tokens=1, **options), 0.0)
@@ -72,9 +78,10 @@ def foreign(lender: Lender, rng: Random) -> LendBlocksRequest:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(3))
-async def test_only_blocks_that_the_caller_names_are_lent(seed: int) -> None:
-    lender, rng, calls, num_lent = Lender(), Random(seed), list[Any](), 0
+@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize("seed", range(2))
+async def test_only_blocks_that_the_caller_names_are_lent(seed: int, extras: str) -> None:
+    lender, rng, calls, num_lent = Lender(extras), Random(seed), list[Any](), 0
     for _ in range(700):
         if calls and rng.random() < 0.4:
             await calls.pop(rng.randrange(len(calls))).aclose()

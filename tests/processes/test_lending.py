@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from quire_client import AsyncClient
 from quire_client.demo import demo_model_dir
 
 from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisServer
 from tests.processes.stack import Service, Stack, is_ready, read_page, wait_idle
+from tests.unit.engine.models import make_model
 
 REAL = ("--dtype", "bfloat16", "--num-blocks", "128", "--max-num-seqs", "6", "--max-num-batched-tokens", "48")
 SIM = ("--executor", "sim", "--sim-step-ms", "20", "--block-size", "16", "--num-blocks", "512")
@@ -32,14 +34,14 @@ async def answer(client: AsyncClient, prompt: list[int], **options: Any) -> tupl
 class Pair:
     """Two replicas with one worker each, and a gateway for each."""
 
-    def __init__(self, stack: Stack, redis: RedisServer, *flags: str) -> None:
+    def __init__(self, stack: Stack, redis: RedisServer, model: Path, *flags: str) -> None:
         self.redis = redis
         self.ports = free_port(), free_port()
         self.schedulers, self.workers, self.gateways = list[Service](), list[Service](), list[Service]()
         for port in self.ports:
             scheduler = stack.start_scheduler("--redis", redis.url, "--metrics-listen", f"127.0.0.1:{port}")
             self.schedulers.append(scheduler)
-            self.workers.append(stack.start_worker(scheduler, demo_model_dir(), *flags, "--kv-transfer"))
+            self.workers.append(stack.start_worker(scheduler, model, *flags, "--kv-transfer"))
             self.gateways.append(stack.start_gateway(scheduler))
 
     async def compute(self, client: AsyncClient, prompt: list[int]) -> list[int]:
@@ -60,9 +62,12 @@ class Pair:
         return float(found[1])
 
 
-async def test_a_replica_pulls_what_the_other_has_computed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["", "gemma3", "qwen3_5"])
+async def test_a_replica_pulls_what_the_other_has_computed(tmp_path: Path, name: str) -> None:
+    """Also what the rows of a model with windows or states need besides the blocks."""
+    model = make_model(tmp_path / "model", name) if name else demo_model_dir()
     with RedisServer(tmp_path) as redis, Stack(tmp_path) as stack:
-        pair = Pair(stack, redis, *REAL)
+        pair = Pair(stack, redis, model, *REAL)
         async with (
             await stack.connect(pair.gateways[0]) as first,
             await stack.connect(pair.gateways[1]) as second,
@@ -87,7 +92,7 @@ async def test_the_lender_and_its_worker_may_freeze_and_die_at_any_time(tmp_path
     """Each simulated worker checks every block that a step reads."""
     prompts = [[number, *PROMPT] for number in range(9)]
     with RedisServer(tmp_path) as redis, Stack(tmp_path) as stack:
-        pair = Pair(stack, redis, *SIM)
+        pair = Pair(stack, redis, demo_model_dir(), *SIM)
         async with (
             await stack.connect(pair.gateways[0]) as first,
             await stack.connect(pair.gateways[1]) as second,

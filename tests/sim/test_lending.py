@@ -1,4 +1,5 @@
-"""Two replicas that lend each other blocks, in random order, with loans that end too early and workers that restart.
+"""Two replicas that lend each other blocks, and the snapshots or windows that rows need besides, in random order, with
+loans that end too early and workers that restart.
 
 Every token and every block that a step reads is checked, as in the other simulations.
 """
@@ -13,12 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefix_index.hashing import group_digest
 from scheduler_svc.core import loans
 from scheduler_svc.core.block_moves import BlockMove, BlockSearch
-from scheduler_svc.core.block_sources import LentBlocks, OwnSource
+from scheduler_svc.core.block_sources import LentBlocks, LentExtras, OwnSource
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.features.cache_groups import WindowGroup
+from scheduler_svc.core.features.snapshots import Snapshots
 from scheduler_svc.core.loans import Loan, Loans, WantedPrefix
-from scheduler_svc.core.messages import BlockMovement
+from scheduler_svc.core.messages import BlockMovement, CacheGroup
 from scheduler_svc.core.sequence import StopCondition
 from step_protocol.columns import I64, U32
 from tests.builders import make_capacity
@@ -33,6 +37,13 @@ MAX_SEEDS = 60
 Patch = pytest.MonkeyPatch
 
 
+EXTRAS: dict[str, dict[str, Any]] = {
+    "": {},
+    "snapshots": {"num_snapshots": 4, "snapshot_tokens": 2 * BLOCK_SIZE},
+    "groups": {"groups": (CacheGroup(6, 24), CacheGroup(11, 30))},
+}
+
+
 class Replica(Cluster):
     """A scheduler whose workers may read blocks of all workers."""
 
@@ -41,12 +52,14 @@ class Replica(Cluster):
         sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "max_model_len": MAX_LEN, "vocab_size": VOCAB}
         super().__init__(config, **sizes, checks_invariants=checks_invariants)
         self.everywhere = everywhere
-        self.num_borrowed = 0
+        self.num_borrowed = self.num_extras_borrowed = 0
 
     def end_move(self, move: BlockMove, limit: int) -> None:
         self.moves.remove(move)
         count = tiers.fetch(move, self.workers[move.worker_id], self.everywhere, {}, limit)
-        self.num_borrowed += count if move.source is not None and move.source.address else 0
+        if move.source is not None and move.source.address:
+            self.num_borrowed += count
+            self.num_extras_borrowed += max(0, count - len(move.digests))
         self.scheduler.end_move(move.move_id, count, 0.01, self.now)
         self._follow_prefixes()
 
@@ -54,7 +67,8 @@ class Replica(Cluster):
 class Run:
     """One random run."""
 
-    def __init__(self, seed: int, *, checks_invariants: bool = True) -> None:
+    def __init__(self, seed: int, *, extras: str = "", checks_invariants: bool = True) -> None:
+        self.extras = EXTRAS[extras]
         self.rng = Random(f"lending {seed}")
         self.workers: dict[str, SymbolicWorker] = {}
         self.replicas = [Replica(self.workers, checks_invariants=checks_invariants) for _ in range(2)]
@@ -71,7 +85,7 @@ class Run:
             name, num_blocks=24, block_size=BLOCK_SIZE, max_model_len=MAX_LEN, worker_epoch=self.num_epochs
         )
         movement = BlockMovement(b"layout", 100, can_transfer=True)
-        self.workers[name] = replica.join(replace(capacity, movement=movement))
+        self.workers[name] = replica.join(replace(capacity, movement=movement, **self.extras))
 
     def run(self) -> int:
         """Returns the number of blocks that were borrowed."""
@@ -130,7 +144,12 @@ class Run:
         if loan is None:
             replica.scheduler.end_search(search, None, replica.now)
             return
-        lent = LentBlocks(replace(loan.describe(), address="there:1"), search.digests[: len(loan.block_ids)])
+        kept = [
+            LentExtras({search.digests[index]: block for index, block in zip(one.indices, one.ids, strict=True)})
+            for one in loan.extras
+        ]
+        digests = search.digests[: len(loan.block_ids)]
+        lent = LentBlocks(replace(loan.describe(), address="there:1"), digests, kept)
         self.loans.append((other, loan, replica, search, lent))
         replica.scheduler.end_search(search, lent, replica.now)
 
@@ -159,23 +178,38 @@ class Run:
             if worker.capacity.worker_epoch != lent.source.worker_epoch:
                 continue
             held = [worker.content[block] for block in loan.block_ids.tolist()]
-            if held != lent.digests:
+            extras = [
+                holds_extra(worker, number, digest, block)
+                for number, one in enumerate(lent.extras, 1)
+                for digest, block in one.ids.items()
+            ]
+            if held != lent.digests or not all(extras):
                 raise Violation(f"{lent.worker_id} does not hold the blocks that are lent")
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(6, 200))])
-def test_replicas_lend_blocks(seed: int) -> None:
-    Run(seed).run()
+def holds_extra(worker: SymbolicWorker, number: int, digest: bytes, block: int) -> bool:
+    if worker.group_of(block) is None:
+        return tiers.is_snapshot_after(worker, block - worker.capacity.num_all_blocks, digest)
+    return worker.holds(block, group_digest(digest, number))
 
 
-def test_blocks_are_borrowed_often() -> None:
-    assert sum(Run(seed).run() for seed in range(3)) > 50
+@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(4, 200))])
+def test_replicas_lend_blocks(seed: int, extras: str) -> None:
+    Run(seed, extras=extras).run()
 
 
-def complaint_of(seed: int) -> str:
+@pytest.mark.parametrize("extras", EXTRAS)
+def test_blocks_are_borrowed_often(extras: str) -> None:
+    runs = [Run(seed, extras=extras) for seed in range(3)]
+    assert sum(run.run() for run in runs) > 30
+    assert any(replica.num_extras_borrowed for run in runs for replica in run.replicas) == bool(extras)
+
+
+def complaint_of(seed: int, extras: str) -> str:
     """Of the symbolic workers alone."""
     try:
-        Run(seed, checks_invariants=False).run()
+        Run(seed, extras=extras, checks_invariants=False).run()
     except Violation as found:
         return str(found)
     return ""
@@ -184,6 +218,22 @@ def complaint_of(seed: int) -> str:
 def no_references(patch: Patch) -> None:
     patch.setattr("scheduler_svc.core.block_sources.OwnSource.share", lambda source, blocks: None)
     patch.setattr("scheduler_svc.core.block_sources.OwnSource.free", lambda source, blocks: None)
+
+
+def no_references_of_groups(patch: Patch) -> None:
+    def lend(self: WindowGroup, digests: list[bytes]) -> list[int]:
+        return [self._first_id + self.pool.held[digest] for digest in digests]
+
+    patch.setattr(WindowGroup, "lend", lend)
+    patch.setattr(WindowGroup, "take_back", lambda self, ids: None)
+
+
+def snapshots_not_kept(patch: Patch) -> None:
+    def lend(self: Snapshots, digests: list[bytes]) -> list[int]:
+        return [self._first_id + self.kept[digest].slot for digest in digests]
+
+    patch.setattr(Snapshots, "lend", lend)
+    patch.setattr(Snapshots, "take_back", lambda self, ids: None)
 
 
 def no_end(patch: Patch) -> None:
@@ -219,18 +269,22 @@ def other_salt(patch: Patch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "complaint"),
+    ("plant", "complaint", "extras"),
     [
-        (no_references, "does not hold the blocks that are lent"),
-        (other_salt, "does not hold the blocks that are lent"),
-        (no_end, "leaks"),
-        (foreign_epoch, "reads the wrong content"),
-        (read_after_the_end, "reads the wrong content"),
+        (no_references, "does not hold the blocks that are lent", ""),
+        (no_references_of_groups, "does not hold the blocks that are lent", "groups"),
+        (snapshots_not_kept, "does not hold the blocks that are lent", "snapshots"),
+        (other_salt, "does not hold the blocks that are lent", ""),
+        (no_end, "leaks", ""),
+        (foreign_epoch, "reads the wrong content", ""),
+        (read_after_the_end, "reads the wrong content", ""),
     ],
 )
-def test_a_planted_bug_is_caught(plant: Callable[[Patch], None], complaint: str, monkeypatch: Patch) -> None:
+def test_a_planted_bug_is_caught(
+    plant: Callable[[Patch], None], complaint: str, extras: str, monkeypatch: Patch
+) -> None:
     plant(monkeypatch)
-    seed = next((seed for seed in range(MAX_SEEDS) if complaint in complaint_of(seed)), None)
+    seed = next((seed for seed in range(MAX_SEEDS) if complaint in complaint_of(seed, extras)), None)
     assert seed is not None, f"not caught in {MAX_SEEDS} seeds"
     monkeypatch.undo()
-    Run(seed).run()
+    Run(seed, extras=extras).run()

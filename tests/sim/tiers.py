@@ -98,18 +98,25 @@ def find_snapshot(tier: Tier, extra: MovedExtra) -> Record | None:
 
 
 def read_snapshot(source: BlockSource, worker: SymbolicWorker, extra: MovedExtra, is_held: bool) -> Record | None:
-    """A snapshot of another worker. If the scheduler still holds it for the move, it must be there."""
+    """A snapshot of another worker. If the scheduler still holds it for the move, it must be there. One that another
+    scheduler lends may have gone.
+    """
     if not (is_held and is_same_process(source, worker)):
         return None
-    record = snapshot_record(worker, extra.source_id - worker.capacity.num_all_blocks, extra.digest, extra.words)
+    slot = extra.source_id - worker.capacity.num_all_blocks
+    if source.address and not is_snapshot_after(worker, slot, extra.block_digest):
+        return None
+    record = snapshot_record(worker, slot, extra.digest, extra.words)
     if record is None:
         raise Violation(f"snapshot {extra.source_id} of {source.worker_id} was given away while it is read")
     return record
 
 
 def read_group(source: BlockSource, worker: SymbolicWorker, extra: MovedExtra, is_held: bool) -> Record | None:
-    """A block of a cache group of another worker. If the scheduler still holds it for the move, it must be there."""
+    """A block of a cache group of another worker. As `read_snapshot`."""
     if not (is_held and is_same_process(source, worker)):
+        return None
+    if source.address and not worker.holds(extra.source_id, extra.digest):
         return None
     if not worker.holds(extra.source_id, extra.digest):
         raise Violation(f"block {extra.source_id} of {source.worker_id} was given away while it is read")
@@ -118,9 +125,18 @@ def read_group(source: BlockSource, worker: SymbolicWorker, extra: MovedExtra, i
 
 def is_snapshot_of(worker: SymbolicWorker, slot: int, digest: bytes) -> bool:
     """Whether a slot holds the snapshot that is committed with this digest."""
-    kept = worker.snapshots.get(slot)
-    block = None if kept is None else worker.chains.by_prefix.get(kept[1])
+    block = _block_of_snapshot(worker, slot)
     return block is not None and snapshot_digest(block) == digest
+
+
+def is_snapshot_after(worker: SymbolicWorker, slot: int, block: bytes) -> bool:
+    """The check of a worker, by the chain of the tokens, whether a slot holds the snapshot after this block."""
+    return _block_of_snapshot(worker, slot) == block
+
+
+def _block_of_snapshot(worker: SymbolicWorker, slot: int) -> bytes | None:
+    kept = worker.snapshots.get(slot)
+    return None if kept is None else worker.chains.by_prefix.get(kept[1])
 
 
 def fetch_extras(

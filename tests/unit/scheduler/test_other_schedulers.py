@@ -78,16 +78,24 @@ def make_search(num_held: int = 1) -> BlockSearch:
     )
 
 
-def answer_of(ids: list[int], address: str = "there:1") -> scheduler_pb2.LendBlocksResponse:
-    return scheduler_pb2.LendBlocksResponse(block_ids=u32_to_bytes(np.array(ids, np.uint32)), address=address)
+def answer_of(
+    ids: list[int], address: str = "there:1", extras: tuple[list[int], list[int]] | None = None
+) -> scheduler_pb2.LendBlocksResponse:
+    """`extras`: ids and indices of one part."""
+    answer = scheduler_pb2.LendBlocksResponse(block_ids=u32_to_bytes(np.array(ids, np.uint32)), address=address)
+    if extras is not None:
+        block_ids, indices = (u32_to_bytes(np.array(column, np.uint32)) for column in extras)
+        answer.extras.add(block_ids=block_ids, indices=indices)
+    return answer
 
 
 async def test_the_call_lasts_until_the_blocks_are_read() -> None:
-    lender = Lender(answer_of([7, 8, 9]))
+    lender = Lender(answer_of([7, 8, 9], extras=([70, 80], [1, 2])))
     async with serve(lender) as (asker, others):
         others.search(make_search())
         lent = await asker.found.get()
         assert lent is not None
+        assert [one.ids for one in lent.extras] == [{DIGESTS[1]: 70, DIGESTS[2]: 80}]
         assert (lent.source.worker_epoch, lent.source.address, lent.digests) == (9, "there:1", DIGESTS[:3])
         (asked,) = lender.asked
         assert (asked.worker_id, len(asked.hashes), len(asked.token_ids)) == ("theirs", 48, 48)
@@ -105,6 +113,8 @@ async def test_the_call_lasts_until_the_blocks_are_read() -> None:
         (grpc.StatusCode.UNIMPLEMENTED, False),
         (answer_of([1, 2, 3, 4]), False),
         (answer_of([1], address=""), False),
+        (answer_of([1], extras=([5], [1])), False),
+        (answer_of([1], extras=([5], [0, 0])), False),
         (scheduler_pb2.LendBlocksResponse(block_ids=b"123", address="there:1"), False),
     ],
 )
