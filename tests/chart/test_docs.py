@@ -30,7 +30,7 @@ PAGES = [
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MY_VALUES = "my-values.yaml"
-QUICK = {"--num-prompts": "12", "--request-rate": "50", "--output-len": "8"}
+QUICK = {"--seconds": "1", "--num-prompts": "12", "--request-rate": "50", "--output-len": "8"}
 # Commands that these tests cannot run or check.
 ELSEWHERE = ("kind", "export")
 

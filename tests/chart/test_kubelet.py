@@ -39,7 +39,7 @@ PORTS = {"gateway": 7051, "scheduler": 7052, "worker": 7061, "health": 7090, "me
 PASSWORD = "secret-password"
 API_KEY = "a-team-s-key"
 SERVER_NAME = "quire.example.com"
-LANES = 4
+LANES = 8
 MAX_ROWS = 4 * LANES  # a request may have several samples
 SCALED: Values = {
     "keda": {"enabled": True, "prometheusAddress": "http://prometheus:9090"},
@@ -72,7 +72,7 @@ BASE: Values = {
         "numBlocks": 1024,
         "kvCacheMemory": "",
         "drainSeconds": 10,
-        "extraArgs": ["--sim-step-ms", "10"],
+        "extraArgs": ["--sim-step-ms", "25"],
     },
 }
 

@@ -10,7 +10,7 @@ from quire_client.demo import demo_model_dir
 from tests.processes.load import Load
 from tests.processes.stack import Service, Stack, num_ready, wait_idle
 
-SIM = ("--executor", "sim", "--sim-step-ms", "10")
+SIM = ("--executor", "sim", "--sim-step-ms", "20")
 DEADLINE_S = 40.0  # a worker with rows moves after 10 s
 
 

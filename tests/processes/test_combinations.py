@@ -16,7 +16,7 @@ from tests.processes.stack import Stack
 from tests.unit.engine.adapters import ATTENTION, make_adapter
 
 ROWS = 64
-MAX_TOKENS = 48  # short, because every request runs twice
+MAX_TOKENS = 32  # short, because every request runs twice
 FLAGS = ("--dtype", "float32", "--num-blocks", "2048", "--max-num-seqs", "192", "--max-num-batched-tokens", "256")
 
 

@@ -24,7 +24,7 @@ from step_protocol.messages import RowError, StepBatch, StepOutput
 from tests.invariants import check_scheduler, check_share
 
 LIFECYCLES_PER_PART = 10_000
-NUM_PARTS, NUM_DEEP_PARTS = 2, 100
+NUM_PARTS, NUM_DEEP_PARTS = 1, 100
 CHECK_EVERY = 1000
 BLOCK_SIZE, MAX_LEN, VOCAB = 4, 64, 50
 MAX_OPEN = 60
