@@ -96,9 +96,7 @@ async def worker_blocks(epoch: int, *, is_source: bool, nixl: bool) -> WorkerBlo
     executor: Any = PoolOnly(worker_epoch=epoch, on_step=None, check_fence=lambda fence: None)
     executor.movable_blocks = lambda: payload_blocks(is_source=is_source)
     found = WorkerBlocks(executor, MovementSettings(kv_transfer=True, kv_nixl=nixl), open_bulk)
-    info: Any = SimpleNamespace(
-        attention_window=None, num_snapshots=None, revision="r", numerics="n", weights_revision=""
-    )
+    info: Any = SimpleNamespace(groups=(), num_snapshots=None, revision="r", numerics="n", weights_revision="")
     await found.start(info)
     return found
 

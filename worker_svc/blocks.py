@@ -38,7 +38,7 @@ from svc_common.memory import keep_freed_memory
 from svc_common.observe.metrics import Row
 from svc_common.tasks import cancel, one_ahead
 from worker_svc.engine.config import EngineInfo
-from worker_svc.engine.decoder.block_payload import Filled
+from worker_svc.engine.decoder.block_payload import Filled, Movable
 from worker_svc.engine.step_runner import is_out_of_memory
 from worker_svc.executor import StepExecutor
 from worker_svc.kv_store.block_store import READ_BYTES, BlockStore, Committed
@@ -331,12 +331,7 @@ class WorkerBlocks:
             Filled(one.block_id - target.first_id, one.tokens, found.payload)
             for one, found in zip(wanted, batch, strict=True)
         ]
-        try:
-            write = await asyncio.to_thread(target.blocks.writing, filled)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise FetchEndedError(f"no memory for blocks that arrived: {error}") from error
+        write = await _writing(target.blocks, filled)
         await self._executor.write_blocks(lease, order.after_step_id, write)
         order.written += batch
 
@@ -633,6 +628,16 @@ class WorkerBlocks:
         finally:
             store.unwatch(on_change)
             unwatch()
+
+
+async def _writing(blocks: Movable, filled: list[Filled]) -> Callable[[], None]:
+    """What fills the blocks. Copies to a device are made before."""
+    try:
+        return await asyncio.to_thread(blocks.writing, filled) if blocks.is_on_device else blocks.writing(filled)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise FetchEndedError(f"no memory for blocks that arrived: {error}") from error
 
 
 def _nixl_agent() -> NixlAgent | None:

@@ -63,6 +63,11 @@ class Movable(Reader, Protocol):
         """Number type and shape of each part of a payload."""
         ...
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether `reading` and `writing` wait for copies."""
+        ...
+
     def digests_of(self, block_ids: U32) -> tuple[U32, list[bytes]]:
         """Those of the blocks that are committed, and their digests. Called in the model thread."""
         ...
@@ -82,6 +87,8 @@ class Movable(Reader, Protocol):
 
 class InHostMemory:
     """The part of `Movable` that needs no copies, because host memory has the blocks."""
+
+    is_on_device = False
 
     def reading(self, wanted: Sequence[tuple[int, bytes]]) -> AbstractContextManager[Self]:
         return nullcontext(self)

@@ -30,6 +30,7 @@ class DeviceBlocks:
     of steps that have ended, in the model thread.
     """
 
+    is_on_device = True
     others: Sequence[Movable] = ()
 
     def __init__(self, contents: BlockContents, pool: torch.Tensor, settle: Callable[[], None]) -> None:
