@@ -43,7 +43,10 @@ async def test_outputs_survive_worker_and_scheduler(tmp_path: Path) -> None:
             await stack.until(client, lambda schedulers: not schedulers[0].connected)
             async with await AsyncClient.connect(gateway.address, retry=None, stall_timeout_s=None) as new_client:
                 num_open = (await client.status()).open_streams
-                new = [asyncio.create_task(new_client.generate(token_ids=[i], max_tokens=4)) for i in range(1, 20)]
+                new = [
+                    asyncio.create_task(new_client.generate(token_ids=[i], max_tokens=4, ignore_eos=True))
+                    for i in range(1, 20)
+                ]
                 while (await client.status()).open_streams < num_open + len(new):
                     assert not [task.result() for task in new if task.done()]  # raises a refusal
                 scheduler.start()
