@@ -17,8 +17,9 @@ from tests.processes.ports import free_port
 from tests.processes.stack import Stack, is_ready, read_page, wait_idle, worker_status
 from tests.unit.engine.models import make_model
 
-FLAGS = ("--dtype", "bfloat16", "--num-blocks", "96", "--max-num-seqs", "6", "--max-num-batched-tokens", "48")
-PROMPT = [3 + i * 7 % 90 for i in range(150)]
+FLAGS = ("--dtype", "bfloat16", "--num-blocks", "96", "--max-num-seqs", "6", "--max-num-batched-tokens", "16")
+# Such a prompt takes longer to compute, in steps of 16 tokens, than a scheduler expects of a first move.
+PROMPT = [3 + i * 7 % 90 for i in range(300)]
 BLOCK_SIZE = 16
 
 
