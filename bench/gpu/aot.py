@@ -146,6 +146,8 @@ def variants(
     yield Variant("soft_cap", activation.soft_cap_kernel, f"{t} fp32 i32", {"BLOCK": activation.BLOCK})
     for bias in (False, True):
         yield _linear(f"linear bias={bias}", t, linear.TILE, has_bias=bias)
+    for _, tile in linear.TILES:
+        yield _linear(f"linear {tile.rows}x{tile.columns}", t, tile)
     yield _linear("linear float32", f, linear.WIDE)
     yield from weight_variants(t)
     yield Variant("deltas", deltas.deltas_kernel, f"{i} {i} i32", {"BLOCK": deltas.BLOCK})

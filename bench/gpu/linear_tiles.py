@@ -59,37 +59,33 @@ def _measure(report: Report, name: str, out_size: int, inputs: int, rows: int, t
     outs = [x.new_empty(rows, out_size) for _ in weights]
     expected, num_bytes, flop = reference(x, weight), out_size * inputs * 2, 2 * rows * out_size * inputs
 
-    def time(label: str, calls: list, note: str = "") -> float:
-        ms = report.time_ms(calls, 10)
+    def add(label: str, ms: float, note: str = "") -> None:
         report.row("linear_tiles", f"{name}: {label}", ms=ms, num_bytes=num_bytes, flop=flop, note=note)
-        return ms
 
-    time("cuBLAS", [partial(torch.mm, x, w.T, out=out) for w, out in zip(weights, outs, strict=True)])
+    def time_ms(tile: LinearTile) -> float:
+        calls = [partial(linear.launch, x, w, None, out, tile) for w, out in zip(weights, outs, strict=True)]
+        return report.time_ms(calls, 10)
+
+    products = [partial(torch.mm, x, w.T, out=out) for w, out in zip(weights, outs, strict=True)]
+    add("cuBLAS", report.time_ms(products, 10))
     own = linear.tile_for(rows, out_size)
-    time(
-        f"the engine's {_text(own)}",
-        [partial(linear.launch, x, w, None, out, own) for w, out in zip(weights, outs, strict=True)],
-    )
+    add(f"the engine's {_text(own)}", time_ms(own))
     found = []
     for tile in tiles:
         try:
             outs[0].fill_(float("nan"))
             linear.launch(x, weight, None, outs[0], tile)
             bits = "the same bits" if torch.equal(outs[0], expected) else "OTHER BITS"
-            calls = [partial(linear.launch, x, w, None, out, tile) for w, out in zip(weights, outs, strict=True)]
-            found.append((report.time_ms(calls, 10), tile, bits))
+            found.append((time_ms(tile), tile, bits))
         except Exception as error:  # a tile may need more memory than the GPU has
             report.row("linear_tiles", f"{name}: {tile}", note=f"{type(error).__name__}: {str(error)[:100]}")
-    if rows <= 16 and found:
-        tile = min(found, key=lambda item: item[0])[1]
-        with mock.patch.object(linear, "early_bytes", return_value=0):
-            time(
-                f"{_text(tile)} without early reads",
-                [partial(linear.launch, x, w, None, out, tile) for w, out in zip(weights, outs, strict=True)],
-            )
     others = sum(bits != "the same bits" for _, _, bits in found)
-    for ms, tile, bits in sorted(found, key=lambda item: item[0])[:SHOWN]:
-        report.row("linear_tiles", f"{name}: {_text(tile)}", ms=ms, num_bytes=num_bytes, flop=flop, note=bits)
+    fastest = sorted(found, key=lambda item: item[0])[:SHOWN]
+    for ms, tile, bits in fastest:
+        add(_text(tile), ms, bits)
+    if rows <= linear.FEW_ROWS and fastest:
+        with mock.patch.object(linear, "early_bytes", return_value=0):
+            add(f"{_text(fastest[0][1])} without early reads", time_ms(fastest[0][1]))
     times = " ".join(f"{_text(tile)}={ms * 1e3:.2f}" for ms, tile, _ in found)
     report.row(
         "linear_tiles", f"{name}: other bits", ok=not others, note=f"{others} of {len(found)} tiles; us: {times}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol, Self
@@ -85,7 +86,7 @@ class Movable(Reader, Protocol):
         ...
 
 
-class InHostMemory:
+class InHostMemory(ABC):
     """The part of `Movable` that needs no copies, because host memory has the blocks."""
 
     is_on_device = False
@@ -93,8 +94,8 @@ class InHostMemory:
     def reading(self, wanted: Sequence[tuple[int, bytes]]) -> AbstractContextManager[Self]:
         return nullcontext(self)
 
-    def write(self, block: int, tokens: U32, payload: Bytes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def write(self, block: int, tokens: U32, payload: Bytes) -> None: ...
 
     def writing(self, filled: Sequence[Filled]) -> Callable[[], None]:
         def write() -> None:
