@@ -36,8 +36,8 @@ class Lender(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.asked.append(request)
         if isinstance(self.answer, grpc.StatusCode):
             await context.abort(self.answer, "refused")
-        yield self.answer
-        try:
+        try:  # around the answer too: a call may be cancelled while it is being sent
+            yield self.answer
             await asyncio.Event().wait()
         finally:
             self.ended.set()
