@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hub_models.find import HubError, find_model, parse_name
 from worker_svc.engine.checkpoint.families import architecture_of
+from worker_svc.engine.checkpoint.field_types import check_types
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, check_weight_files, decoder_config, read_object
 from worker_svc.engine.checkpoint.quantization_config import QuantizationConfig, quantization_of
 from worker_svc.engine.encoder.families import check_encoder, encoder_of
@@ -27,7 +28,7 @@ def check_model(folder: Path) -> None:
 
 
 def check_config(folder: Path) -> QuantizationConfig | None:
-    """Raises CheckpointError if the architecture or the quantization in config.json is not supported."""
+    """Raises CheckpointError for an architecture, a quantization or a type of a field that is not supported."""
     config = read_object(folder / "config.json")
     if is_encoder_decoder(config):
         parse_encoder_decoder(config)
@@ -36,7 +37,9 @@ def check_config(folder: Path) -> QuantizationConfig | None:
     if encoder_of(config) is not None:
         check_encoder(config)
         return None
-    return quantization_of(config, architecture_of(config))
+    architecture = architecture_of(config)
+    check_types(config)
+    return quantization_of(config, architecture)
 
 
 def resolve_model(args: argparse.Namespace) -> None:

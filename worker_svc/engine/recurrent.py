@@ -108,7 +108,7 @@ def gated_delta(config: Mapping[str, Any]) -> Recurrence:
         value_dim,
         size_of(config, "linear_conv_kernel_dim"),
         norm_width=value_dim,
-        eps=float(config["rms_norm_eps"]),
+        eps=norm_eps(config),
     )
 
 
@@ -142,18 +142,27 @@ def mamba2(config: Mapping[str, Any]) -> Recurrence:
         has_conv_bias=bool(config.get("mamba_conv_bias", True)),
         has_projection_bias=bool(config.get("mamba_proj_bias", False)),
         step_limits=_step_limits(config.get("time_step_limit")),
-        eps=float(config.get("norm_eps", config.get("rms_norm_eps", 1e-6))),
+        eps=norm_eps(config),
     )
+
+
+def norm_eps(config: Mapping[str, Any]) -> float:
+    """What norms add to the mean of squares. Raises CheckpointError naming the field."""
+    field = "norm_eps" if "norm_eps" in config else "rms_norm_eps"
+    if config.get(field, 1e-6) is None:
+        raise CheckpointError(f"{field}: config.json must hold a number of 0 or more, found None")
+    return float(config.get(field, 1e-6))
 
 
 def _step_limits(limits: Any) -> tuple[float, float]:
     """`time_step_limit` of config.json, where infinity may be an object."""
     if limits is None:
         return 0.0, float("inf")
-    found = [float(limit["__float__"]) if isinstance(limit, dict) else float(limit) for limit in limits]
-    if len(found) != 2:
-        raise CheckpointError(f"time_step_limit: config.json must hold two numbers, found {limits!r}")
-    return found[0], found[1]
+    try:
+        low, high = (float(limit["__float__"] if isinstance(limit, dict) else limit) for limit in limits)
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"time_step_limit: config.json must hold two numbers, found {limits!r}") from None
+    return low, high
 
 
 class StatePool:

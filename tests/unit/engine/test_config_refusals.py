@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.engine.models import ARCHITECTURES, make_config
 from worker_svc.engine.checkpoint.features import check_features
+from worker_svc.engine.checkpoint.field_types import LIMITS, TYPE_OF
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.decoder.parse import parse_config
 
@@ -16,6 +17,20 @@ UNKNOWN = {
     "position_embedding_type": "alibi",
     "scoring_func": "sqrtsoftplus",
     "topk_method": "by_token_id",
+}
+
+
+# By what a field must hold
+WRONG = {
+    "true or false": ["false", 1.5, [], {}],
+    "an integer of 0 or more": ["8", -1, 1.5, True, [8], {}],
+    "an integer of -1 or more": ["8", -2, 1.5, []],
+    "a number of 0 or more": ["1e-6", -1, float("nan"), float("inf"), True, [], {}],
+    "a list of layers": ["01", 1, [-1], ["1"], [None], {"1": 1}],
+    "a list of names": ["full_attention", 1, [None], [["dense"]], {}],
+    "a list of numbers": ["1.0", 2, ["1.0"], [-1.0], {}],
+    "a name": [0, False, {}, ["silu"]],
+    "a JSON object": ["yarn", 1, ["yarn"], False],
 }
 
 
@@ -39,9 +54,56 @@ def test_an_unknown_rotation_is_refused(architecture):
         parse_config(config)
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_value_of_another_type_is_refused(architecture):
+    config = make_config(architecture)
+    for field, (wanted, _) in TYPE_OF.items():
+        for value in WRONG[wanted]:
+            with pytest.raises(CheckpointError, match=rf"{field}: "):
+                parse_config({**config, field: value})
+
+
+@pytest.mark.parametrize("field", [name for name, (wanted, _) in TYPE_OF.items() if wanted == "a number of 0 or more"])
+@pytest.mark.parametrize("kind", ["rope_parameters", "rope_scaling"])
+def test_a_number_of_another_type_in_a_rotation_is_refused(kind, field):
+    nested = {"full_attention": {"rope_type": "default", field: "8"}}
+    with pytest.raises(CheckpointError, match=rf"{kind}\.full_attention\.{field}: config.json must hold a number"):
+        parse_config(make_config("olmo3") | {kind: nested})
+    with pytest.raises(CheckpointError, match=rf"{kind}\.{field}: config.json must hold a number"):
+        parse_config(make_config("llama") | {kind: nested["full_attention"]})
+
+
+@pytest.mark.parametrize("field", LIMITS)
+def test_a_number_that_no_model_has_is_refused_before_it_takes_memory(field):
+    with pytest.raises(CheckpointError, match=rf"{field}: 1000000000000 is above the limit"):
+        parse_config(make_config("glm4_moe") | {field: 10**12})
+
+
+def test_rotations_of_layer_types_apply_before_fields_beside_them():
+    # transformers writes such a file for an OLMo 3 that has one rotation
+    nested = {kind: {"rope_type": "default", "rope_theta": 5e5} for kind in ("full_attention", "sliding_attention")}
+    given, expected = (
+        {"rope_parameters": fields | nested} for fields in ({"rope_type": "default", "rope_theta": 1e4}, {})
+    )
+    found, wanted = (parse_config(make_config("olmo3") | fields).rotaries for fields in (given, expected))
+    assert [one.inv_freq.tolist() for one in found] == [one.inv_freq.tolist() for one in wanted]
+
+
 @pytest.mark.parametrize(
     ("architecture", "fields", "message"),
     [
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": None}},
+            "rope_parameters.full_attention: config.json must hold an obj",
+        ),
+        ("olmo3", {"rope_parameters": {"sparse": {"rope_type": "default"}}}, "rope_parameters: 'sparse' is not suppor"),
+        ("gemma4", {"per_layer_config": {"x": {}}}, "per_layer_config.x: config.json must hold fields of a layer"),
+        ("gemma4", {"per_layer_config": {"1": 8}}, "per_layer_config.1: config.json must hold fields of a layer"),
+        ("glm4_moe_lite", {"mlp_layer_types": []}, "mlp_layer_types: 0 entries for 3 layers"),
+        ("bamba", {"time_step_limit": [0.1, "x"]}, "time_step_limit: config.json must hold two numbers"),
+        ("bamba", {"time_step_limit": 1.0}, "time_step_limit: config.json must hold two numbers"),
+        ("llama", {"rms_norm_eps": None}, "rms_norm_eps: config.json must hold a number of 0 or more, found None"),
         ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func: only 'sigmoid' is computed, found 'softmax'"),
         ("glm4_moe", {"n_group": 2}, "n_group: 2 does not divide the 9 experts"),
         ("glm4_moe", {"n_group": 9, "topk_group": 2}, "topk_group: 2 of 9 groups must hold the 3 experts of a token"),

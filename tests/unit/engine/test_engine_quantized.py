@@ -222,6 +222,8 @@ REFUSED = {
     "asymmetric": (W8A8, GROUP + "weights.symmetric", False, "supported: True"),
     "weight bits": (W8A8, GROUP + "weights.num_bits", 4, "supported: 8"),
     "weights": (W8A8, GROUP + "weights", None, "must be an object"),
+    "inputs": (W8A8, GROUP + "input_activations", True, "must be an object"),
+    "sparsity": (W8A8, "sparsity_config", "2:4", "must be an object"),
     "strategy": (W8A8, GROUP + "weights.strategy", "attn_head", "supported: tensor, channel, group, block"),
     "packed bits": (compressed_packed(4, 32), GROUP + "weights.num_bits", 3, "supported: 4, 8"),
 }

@@ -222,7 +222,7 @@ def _compressed_tensors(fields: dict[str, Any]) -> QuantizationConfig:
     whole = _choice(fields, "format", COMPRESSED_FORMATS)
     _refuse(fields, "kv_cache_scheme")
     _refuse(fields, "transform_config")
-    _choice(fields.get("sparsity_config") or {}, "format", ("dense",), "dense", within="sparsity_config.")
+    _choice(_object(fields, "sparsity_config") or {}, "format", ("dense",), "dense", within="sparsity_config.")
     groups = fields.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()) or not groups:
         raise CheckpointError(f"quantization_config.config_groups: must be an object of objects, found {groups!r}")
@@ -236,7 +236,7 @@ def _compressed_tensors(fields: dict[str, Any]) -> QuantizationConfig:
 
 def _group_scheme(group: dict[str, Any], format_name: str, path: str) -> Scheme:
     _refuse(group, "output_activations", path)
-    weights, inputs = group.get("weights"), group.get("input_activations")
+    weights, inputs = group.get("weights"), _object(group, "input_activations", path)
     if not isinstance(weights, dict):
         raise CheckpointError(f"quantization_config.{path}weights: must be an object, found {weights!r}")
     _choice(weights, "symmetric", (True,), True, within=path + "weights.")
@@ -312,6 +312,14 @@ def _refuse(fields: Mapping[str, Any], field: str, within: str = "") -> None:
         raise CheckpointError(
             f"quantization_config.{within}{field}: {fields[field]!r} is not supported; use a checkpoint without it"
         )
+
+
+def _object(fields: Mapping[str, Any], field: str, within: str = "") -> dict[str, Any] | None:
+    """The value of a field; None if it is missing or null."""
+    value = fields.get(field)
+    if value is not None and not isinstance(value, dict):
+        raise CheckpointError(f"quantization_config.{within}{field}: must be an object, found {value!r}")
+    return value
 
 
 def _group_size(fields: Mapping[str, Any], within: str = "") -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 from worker_svc.engine.checkpoint.architecture import (
@@ -26,6 +26,12 @@ RECURRENT_NAMES: Mapping[RecurrenceName, tuple[str, ...]] = {  # of layers that 
 }
 
 
+def check_length(field: str, listed: Sized, count: int) -> None:
+    """Raises CheckpointError unless a list of config.json has an entry for each layer."""
+    if len(listed) != count:
+        raise CheckpointError(f"{field}: {len(listed)} entries for {count} layers; config.json must hold one each")
+
+
 def blocks(config: dict[str, Any]) -> dict[str, Any]:
     """The types of layers that have one part each, and their number, which config.json may lack."""
     kinds, letters = config.get("layer_types"), config.get("hybrid_override_pattern")
@@ -39,9 +45,7 @@ def blocks(config: dict[str, Any]) -> dict[str, Any]:
 def listed_rotations(config: dict[str, Any]) -> Callable[[int], bool]:
     listed, count = config.get("no_rope_layers"), size_of(config, "num_hidden_layers")
     if listed and len(listed) < count:
-        raise CheckpointError(
-            f"no_rope_layers: {len(listed)} entries for {count} layers; config.json must hold one each"
-        )
+        check_length("no_rope_layers", listed, count)
     interval = size_of(config, "no_rope_layer_interval", 4)
     return lambda index: bool(listed[index]) if listed else (index + 1) % interval != 0
 
@@ -73,9 +77,8 @@ def layer_kinds(config: dict[str, Any], architecture: Architecture, count: int) 
     if window is not None:
         window = size_of({"sliding_window": window}, "sliding_window")
     kinds = config.get("layer_types")
-    if kinds is not None and len(kinds) != count:
-        raise CheckpointError(f"layer_types: {len(kinds)} entries for {count} layers; config.json must hold one each")
     if kinds is not None:
+        check_length("layer_types", kinds, count)
         named = [_kind_of(kind, architecture) for kind in kinds]
         return window, [FULL if kind == SLIDING and window is None else kind for kind in named]
     if architecture.layers == "beside":
@@ -129,12 +132,13 @@ def expert_layers(config: dict[str, Any], architecture: Architecture) -> Callabl
         return lambda index: bool(config["layer_types"][index] == EXPERTS)
     kinds = config.get("mlp_layer_types")
     if kinds is not None:
+        check_length("mlp_layer_types", kinds, size_of(config, "num_hidden_layers"))
         return lambda index: bool(choice_of(kinds[index], MLP_KINDS, "mlp_layer_types"))
     if config.get("moe_layers") is not None:
         return lambda index: index in config["moe_layers"]
     dense = config.get("mlp_only_layers") or []
     step = config.get("decoder_sparse_step") or 1
-    first, last = config.get("first_k_dense_replace") or 0, config.get("moe_layer_end_index", -1)
+    first, last = config.get("first_k_dense_replace") or 0, config.get("moe_layer_end_index")
     return lambda index: (
-        index not in dense and (index + 1) % step == 0 and index >= first and (last == -1 or index <= last)
+        index not in dense and (index + 1) % step == 0 and index >= first and (last in (None, -1) or index <= last)
     )

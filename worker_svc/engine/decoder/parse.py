@@ -16,6 +16,7 @@ from worker_svc.engine.checkpoint.architecture import (
     RecurrenceName,
 )
 from worker_svc.engine.checkpoint.families import architecture_of, head_of
+from worker_svc.engine.checkpoint.field_types import check_types
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, choice_of, size_of
 from worker_svc.engine.checkpoint.quantization_config import quantization_of
 from worker_svc.engine.decoder.config import Experts, LayerSpec, ModelConfig
@@ -25,18 +26,20 @@ from worker_svc.engine.decoder.layer_kinds import (
     DENSE,
     EXPERTS,
     FULL,
+    KIND_NAMES,
     MLP_KINDS,
     RECURRENT,
     ROTATION_RULES,
     SLIDING,
     blocks,
+    check_length,
     expert_layers,
     layer_kinds,
 )
 from worker_svc.engine.decoder.per_layer import kv_owners, layer_heads
 from worker_svc.engine.decoder.rotary import ORIGINAL_LENGTH, QueryScaling, Rotary, mrope_axes, parse_rotary, positive
 from worker_svc.engine.decoder.streams import StreamSpec
-from worker_svc.engine.recurrent import Recurrence, gated_delta, mamba2, short_conv
+from worker_svc.engine.recurrent import Recurrence, gated_delta, mamba2, norm_eps, short_conv
 from worker_svc.engine.vision.config import VisionConfig, parse_vision
 
 ACTIVATIONS = {
@@ -66,6 +69,7 @@ CHOICES: dict[str, Mapping[str, object]] = {
 def parse_config(config: dict[str, Any]) -> ModelConfig:
     """Reads config.json. Raises CheckpointError naming the field for anything that is not supported."""
     architecture = architecture_of(config)
+    check_types(config)
     _check_choices(config)
     config = _completed(config, architecture)
     latents = _latents(config, architecture)
@@ -82,7 +86,7 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
         max_position_embeddings=size_of(config, "max_position_embeddings"),
         layers=tuple(replace(layer, latents=latents) for layer in layers),
         rotaries=rotaries,
-        norm_eps=float(config.get("norm_eps", config.get("rms_norm_eps", 1e-6))),
+        norm_eps=norm_eps(config),
         qk_norm=architecture.qk_norm if config.get("use_qk_norm", True) else None,
         has_qkv_bias=attention_bias if architecture.has_qkv_bias is None else architecture.has_qkv_bias,
         has_o_bias=bool(config.get("attention_out_bias", attention_bias))
@@ -218,8 +222,8 @@ def _rotaries(
     if architecture.names.position_embedding:
         return (), {FULL: None, SLIDING: None}
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    if all(isinstance(value, dict) for value in rope.values()) and rope:  # one for each type of layer
-        kinds, sizes = list(rope), _head_dims(config, architecture, head_dim)
+    if kinds := _kinds_of(rope):
+        sizes = _head_dims(config, architecture, head_dim)
         parsed = tuple(parse_rotary(config, rope[kind], sizes.get(kind, head_dim)) for kind in kinds)
         return parsed, {kind: index for index, kind in enumerate(kinds)}
     if ORIGINAL_LENGTH in config:
@@ -232,6 +236,16 @@ def _rotaries(
         return (whole,), {FULL: 0, SLIDING: 0, CHUNKED: 0}
     local = parse_rotary(config, {"rope_theta": positive(config, "rope_local_base_freq")}, head_dim)
     return (whole, local), {FULL: 0, SLIDING: 1}
+
+
+def _kinds_of(rope: dict[str, Any]) -> list[str]:
+    """The types of layers with a rotation of their own. transformers ignores what stands beside them."""
+    kinds = [kind for kind, value in rope.items() if isinstance(value, dict) or kind in KIND_NAMES]
+    for kind in kinds:
+        choice_of(kind, KIND_NAMES, "rope_parameters")
+        if not isinstance(rope[kind], dict):
+            raise CheckpointError(f"rope_parameters.{kind}: config.json must hold an object, found {rope[kind]!r}")
+    return kinds
 
 
 def _head_dims(config: dict[str, Any], architecture: Architecture, head_dim: int) -> dict[str, int]:
@@ -299,10 +313,7 @@ def _inners(config: dict[str, Any], architecture: Architecture, count: int, *, i
     """The width of the dense feed-forward part of each layer, or of experts without a width of their own."""
     given = config.get("intermediate_size")
     if isinstance(given, list):
-        if len(given) != count:
-            raise CheckpointError(
-                f"intermediate_size: {len(given)} entries for {count} layers; config.json must hold one each"
-            )
+        check_length("intermediate_size", given, count)
         return [size_of({"intermediate_size": width}, "intermediate_size") for width in given]
     inner = 4 * size_of(config, "hidden_size")  # GPT-2's, if n_inner is null
     if given is not None or (architecture.is_gated and not is_all_experts):

@@ -67,6 +67,11 @@ def layer_heads(config: Mapping[str, Any], heads: HeadShape, is_full: Sequence[b
         if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads"):
             fields["num_key_value_heads"] = config["num_global_key_value_heads"]
         given = {index: fields for index, is_one in enumerate(is_full) if is_one}
+    for index, fields in given.items():
+        if not str(index).isdecimal() or not isinstance(fields, dict):
+            raise CheckpointError(
+                f"per_layer_config.{index}: config.json must hold fields of a layer, found {fields!r}"
+            )
     by_index = {int(index): fields for index, fields in given.items()}
     return [_with_fields(heads, by_index.get(index, {})) for index in range(len(is_full))]
 
