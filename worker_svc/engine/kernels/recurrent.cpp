@@ -15,6 +15,7 @@
 namespace {
 
 constexpr int kColumns = 4 * kLanes;  // of a state that one task computes: with 128 keys they fit the L1 cache
+constexpr int64_t kMixedTokens = 8;   // that one task convolves, at most
 
 INLINE v16 load_some(const float* x, int64_t count) {
   if (count >= kLanes) return load16(x);
@@ -64,6 +65,29 @@ struct Scratch {
 };
 thread_local Scratch scratch;  // of the calling thread, kept between steps
 
+// Some columns of a state: 16 of them in a row of each key.
+struct Columns {
+  float* first;
+  int64_t stride;
+
+  INLINE float* operator()(int64_t d, int p) const { return first + d * stride + p * kLanes; }
+};
+
+// Memory of a thread for columns between two tokens, kept between calls. It is contiguous, because columns in a state are
+// in few sets of the L1 cache and do not fit it.
+inline Columns held_columns(int64_t key_dim, int64_t width) {
+  thread_local std::vector<float> memory;
+  const size_t needed = key_dim * width + kLanes;
+  if (memory.size() < needed) memory.resize(needed);
+  return {(float*)((uintptr_t(memory.data()) + 63) / 64 * 64), width};
+}
+
+// What a token does to the state of a head.
+struct HeadToken {
+  const float *q, *k;
+  float decay, share;
+};
+
 template <typename T> struct Recurrent {
   const Recurrence& r;
   const StateRows& rows;
@@ -76,6 +100,10 @@ template <typename T> struct Recurrent {
   int64_t columns() const { return (r.value_dim + kLanes - 1) / kLanes * kLanes; }  // of a state, in memory
   int64_t length(int64_t row) const { return rows.query_starts[row + 1] - rows.query_starts[row]; }
   bool is_new(int64_t row) const { return rows.context_lens[row] == 0; }
+  HeadToken head_token(int64_t token, int64_t head) const {
+    const float* q = mixed + token * r.channels + head / (r.heads / r.key_heads) * r.key_dim;
+    return {q, q + keys(), decays[token * r.heads + head], shares[token * r.heads + head]};
+  }
   float* slot(int64_t index) const { return r.states + index * r.slot_stride; }
   float* tail(int64_t index) const { return slot(index) + r.heads * r.key_dim * columns(); }
 
@@ -93,19 +121,31 @@ template <typename T> struct Recurrent {
     return load_some(tail(rows.slots[row]) + (r.kernel - 1 + i) * r.channels + c, count);
   }
 
-  void mix_token(int64_t row, int64_t i) {
-    const int64_t token = rows.query_starts[row] + i;
-    float* y = mixed + token * r.channels;
-    for (int64_t c = 0; c < r.channels; c += kLanes) {
-      const int64_t count = r.channels - c;
-      v16 sum = r.conv_bias ? load_some(r.conv_bias + c, count) : splat(0.f);
-      for (int64_t tap = 0; tap < r.kernel; tap++)
-        sum = fma16(load_some(r.conv + tap * r.channels + c, count), input16_at(row, i + tap - r.kernel + 1, c, count), sum);
-      store_some(y + c, r.kind == kShortConv ? sum : silu16(sum), count);
+  // Tokens [begin, end) of a row: all of them in 16 channels, then in the next 16, so that weights are read once.
+  void mix_tokens(int64_t row, int64_t begin, int64_t end) {
+    std::vector<v16> inputs(r.kernel - 1 + end - begin);
+    for (int64_t c = 0; c < r.channels; c += kLanes) convolve(row, begin, end, c, inputs.data());
+    for (int64_t token = rows.query_starts[row] + begin; token < rows.query_starts[row] + end; token++) {
+      if (r.kind == kShortConv) {
+        gate_convolution(token);
+        continue;
+      }
+      if (r.kind == kGatedDelta) normalize_heads(mixed + token * r.channels);
+      gate_heads(token);
     }
-    if (r.kind == kShortConv) return gate_convolution(token);
-    if (r.kind == kGatedDelta) normalize_heads(y);
-    gate_heads(token);
+  }
+
+  void convolve(int64_t row, int64_t begin, int64_t end, int64_t c, v16* inputs) {
+    const int64_t count = r.channels - c, before = r.kernel - 1;
+    const v16 bias = r.conv_bias ? load_some(r.conv_bias + c, count) : splat(0.f);
+    for (int64_t i = begin - before; i < end; i++) inputs[i - begin + before] = input16_at(row, i, c, count);
+    float* y = mixed + (rows.query_starts[row] + begin) * r.channels + c;
+    for (int64_t i = 0; i < end - begin; i++, y += r.channels) {
+      v16 sum = bias;
+      for (int64_t tap = 0; tap < r.kernel; tap++)
+        sum = fma16(load_some(r.conv + tap * r.channels + c, count), inputs[i + tap], sum);
+      store_some(y, r.kind == kShortConv ? sum : silu16(sum), count);
+    }
   }
 
   void gate_convolution(int64_t token) {
@@ -156,51 +196,78 @@ template <typename T> struct Recurrent {
 
   // All tokens of a row through `parts` x 16 columns of a head's state, from column `first` on.
   template <int parts> void recur(int64_t row, int64_t head, int64_t first) {
-    const int64_t stride = columns(), base = head * r.key_dim * stride + first;
-    const int64_t key_head = head / (r.heads / r.key_heads);
-    float* state = slot(rows.slots[row]) + base;
+    const int64_t base = head * r.key_dim * columns() + first;
+    const Columns state{slot(rows.slots[row]) + base, columns()};
     if (is_new(row))
-      for (int64_t d = 0; d < r.key_dim; d++) std::fill_n(state + d * stride, parts * kLanes, 0.f);
-    int64_t snapshot = rows.snapshot_starts[row];
-    for (int64_t i = 0; i < length(row); i++) {
-      const int64_t token = rows.query_starts[row] + i;
-      const float* q = mixed + token * r.channels + key_head * r.key_dim;
-      const float *k = q + keys(), *v = mixed + token * r.channels + 2 * keys() + head * r.value_dim + first;
-      const float decay = decays[token * r.heads + head], share = shares[token * r.heads + head];
-      float* o = outputs + (token * r.heads + head) * r.value_dim + first;
-      v16 value[parts], read[parts];
-      for (int p = 0; p < parts; p++) value[p] = load_some(v + p * kLanes, r.value_dim - first - p * kLanes);
-      r.kind == kGatedDelta ? change<parts, true>(state, stride, q, k, decay, share, value, read)
-                            : change<parts, false>(state, stride, q, k, decay, share, value, read);
+      for (int64_t d = 0; d < r.key_dim; d++) std::fill_n(state(d, 0), parts * kLanes, 0.f);
+    int64_t begin = 0;
+    const auto advance_to = [&](int64_t end) {
+      if (begin < end)
+        r.kind == kGatedDelta ? advance<parts, true>(state, row, head, first, begin, end)
+                              : advance<parts, false>(state, row, head, first, begin, end);
+      begin = end;
+    };
+    for (int64_t s = rows.snapshot_starts[row]; s < rows.snapshot_starts[row + 1]; s++) {
+      advance_to(rows.snapshot_ends[s]);
+      const Columns kept{slot(rows.snapshot_slots[s]) + base, columns()};
+      for (int64_t d = 0; d < r.key_dim; d++) memcpy(kept(d, 0), state(d, 0), parts * kLanes * sizeof(float));
+    }
+    advance_to(length(row));
+  }
+
+  // Tokens [begin, end) of a row. For each: S *= decay; d = share * (v - S^T k), or share * v; S += k d^T; read = S^T q.
+  // A token leaves S times the decay of the next one, and S^T k of that one, so that it reads and writes S once.
+  template <int parts, bool is_delta>
+  void advance(Columns state, int64_t row, int64_t head, int64_t first, int64_t begin, int64_t end) {
+    const int64_t start = rows.query_starts[row] + begin, last = rows.query_starts[row] + end - 1;
+    const int64_t left = r.value_dim - first;
+    const Columns held = held_columns(r.key_dim, parts * kLanes);
+    v16 known[parts];
+    for (int p = 0; p < parts; p++) known[p] = splat(0.f);
+    HeadToken now = head_token(start, head);
+    if (is_delta) add_known(state, now, known);
+    for (int64_t token = start; token <= last; token++) {
+      const float* v = mixed + token * r.channels + 2 * keys() + head * r.value_dim + first;
+      v16 change[parts], read[parts];
       for (int p = 0; p < parts; p++) {
-        if (r.skip) read[p] = fma16(value[p], splat(r.skip[head]), read[p]);
-        store_some(o + p * kLanes, read[p], r.value_dim - first - p * kLanes);
+        change[p] = (load_some(v + p * kLanes, left - p * kLanes) - known[p]) * now.share;
+        known[p] = read[p] = splat(0.f);
       }
-      for (; snapshot < rows.snapshot_starts[row + 1] && rows.snapshot_ends[snapshot] == i + 1; snapshot++) {
-        float* kept = slot(rows.snapshot_slots[snapshot]) + base;
-        for (int64_t d = 0; d < r.key_dim; d++) memcpy(kept + d * stride, state + d * stride, parts * kLanes * sizeof(float));
+      const HeadToken next = token < last ? head_token(token + 1, head) : HeadToken{now.q, now.k, 1.f, 0.f};
+      if (start == last)
+        change_columns<false, false>(state, state, now, next, change, read, known);
+      else if (token == start)
+        change_columns<is_delta, false>(state, held, now, next, change, read, known);
+      else
+        change_columns<is_delta, true>(held, token < last ? held : state, now, next, change, read, known);
+      float* o = outputs + (token * r.heads + head) * r.value_dim + first;
+      for (int p = 0; p < parts; p++) {
+        if (r.skip) read[p] = fma16(load_some(v + p * kLanes, left - p * kLanes), splat(r.skip[head]), read[p]);
+        store_some(o + p * kLanes, read[p], left - p * kLanes);
       }
+      now = next;
     }
   }
 
-  // One token: S *= decay; d = share * (v - S^T k), or share * v; S += k d^T; read = S^T q.
-  template <int parts, bool is_delta>
-  INLINE void change(float* state, int64_t stride, const float* q, const float* k, float decay, float share,
-                     const v16* value, v16* read) const {
-    v16 change[parts];
-    for (int p = 0; p < parts; p++) change[p] = read[p] = splat(0.f);
-    if (is_delta)
-      for (int64_t d = 0; d < r.key_dim; d++)
-        for (int p = 0; p < parts; p++)
-          change[p] = fma16(load16(state + d * stride + p * kLanes) * decay, splat(k[d]), change[p]);
-    for (int p = 0; p < parts; p++) change[p] = (value[p] - change[p]) * share;
+  template <int parts> INLINE void add_known(Columns state, HeadToken now, v16 (&known)[parts]) const {
     for (int64_t d = 0; d < r.key_dim; d++)
+      for (int p = 0; p < parts; p++) known[p] = fma16(load16(state(d, p)) * now.decay, splat(now.k[d]), known[p]);
+  }
+
+  // `has_next`: also sums S^T k of the next token. `is_decayed`: of the columns in `from`.
+  template <bool has_next, bool is_decayed, int parts>
+  INLINE void change_columns(Columns from, Columns to, HeadToken now, HeadToken next, const v16 (&change)[parts],
+                             v16 (&read)[parts], v16 (&known)[parts]) const {
+    for (int64_t d = 0; d < r.key_dim; d++) {
+      const v16 k = splat(now.k[d]), q = splat(now.q[d]), next_k = splat(next.k[d]);
       for (int p = 0; p < parts; p++) {
-        float* at = state + d * stride + p * kLanes;
-        const v16 s = fma16(splat(k[d]), change[p], load16(at) * decay);
-        store16(at, s);
-        read[p] = fma16(s, splat(q[d]), read[p]);
+        const v16 s = load16(from(d, p)), changed = fma16(k, change[p], is_decayed ? s : s * now.decay);
+        read[p] = fma16(changed, q, read[p]);
+        const v16 decayed = changed * next.decay;
+        store16(to(d, p), decayed);
+        if (has_next) known[p] = fma16(decayed, next_k, known[p]);
       }
+    }
   }
 
   void recur_columns(int64_t row, int64_t head, int64_t first) {
@@ -234,11 +301,13 @@ template <typename T> struct Recurrent {
   }
 
   void run(Pass& pass, int64_t n) {
-    pass.run(n, 1, [&](int64_t first, int64_t last) {
+    const int64_t grain = std::clamp<int64_t>(n / (4 * pass.threads), 1, kMixedTokens);
+    pass.run(n, grain, [&](int64_t first, int64_t last) {
       int64_t row = std::upper_bound(rows.query_starts, rows.query_starts + rows.count, first) - rows.query_starts - 1;
-      for (int64_t token = first; token < last; token++) {
-        while (token >= rows.query_starts[row + 1]) row++;
-        mix_token(row, token - rows.query_starts[row]);
+      for (int64_t end; first < last; first = end) {
+        while (first >= rows.query_starts[row + 1]) row++;
+        end = std::min<int64_t>(last, rows.query_starts[row + 1]);
+        mix_tokens(row, first - rows.query_starts[row], end - rows.query_starts[row]);
       }
     });
     pass.run(rows.count, 1, [&](int64_t first, int64_t last) {

@@ -78,6 +78,9 @@ INLINE Floats load_floats(const float* p) {
   return x;
 }
 INLINE Floats load_floats(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#endif
   Halves x;
   memcpy(&x, p, sizeof x);
   return (Floats)(__builtin_convertvector(x, Words) << 16);
