@@ -94,7 +94,12 @@ class Recording:
         self._ended |= dict.fromkeys(update.ends, True)
 
     def _end(self, sample: int) -> bytes:
-        return pb.SampleEnd(finish=self._journals[sample].finish, num_output=self._sent[sample]).SerializeToString()
+        journal, num_output = self._journals[sample], self._sent[sample]
+        end = pb.SampleEnd(finish=journal.finish, num_output=num_output)
+        if num_output < len(journal.outputs):  # cut by a stop string: a later token that ended the journal is no output
+            end.finish.reason = types.FINISH_REASON_STOP
+            end.finish.ClearField("stop_token_id")
+        return end.SerializeToString()
 
 
 class OutputRecorder:

@@ -206,6 +206,18 @@ async def test_every_kind_of_end_is_kept(first: Recorded, second: Recorded) -> N
     assert second.scheduler.submits == []
 
 
+@pytest.mark.parametrize(("last", "reason"), [(1, EOS), (77, STOP)])
+async def test_a_stop_string_before_the_token_that_ended_the_sample_is_found_again(
+    first: Recorded, second: Recorded, last: int, reason: int
+) -> None:
+    """The worker has computed the last token before the gateway sees the stop string."""
+    conditions = types.StopParams(stop=["more"], stop_token_ids=[77])
+    cut = await finished_at(first, [*IDS, last], reason, stop=conditions)
+    again = await second.resumed("r")
+    assert (again.text(), again.ids()) == (cut.text(), cut.ids()) == (TEXT.removesuffix("more"), IDS)
+    assert again.finished[0] == cut.finished[0]
+
+
 async def test_an_aborted_request_stays_aborted(first: Recorded, second: Recorded) -> None:
     call = first.gateway.generate(request_id="r", resumable=True)
     await until(lambda: first.scheduler.submits)
