@@ -1,6 +1,7 @@
 """Writes the output of all open requests with a record, every WRITE_INTERVAL_S or after WRITE_TOKENS tokens.
 
-A failed write is repeated with the next one. Output that is not stored is recomputed when it is needed.
+A failed write is repeated with the next one, also after the end of its request: the next turn of a session needs the
+whole output. Other output that is not stored is recomputed when it is needed.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Recording:
         self.record_id = record_id
         self.run = secrets.token_hex(8)
         self.is_closed = False
+        self.is_tried = False  # its end was written, or could not be written
         self._journals = journals
         self._stored = list(stored)  # per sample, number of tokens that are in Redis
         self._sent = list(stored)  # per sample, number of tokens that belong to the output
@@ -139,7 +141,7 @@ class OutputRecorder:
     async def finish(self, recording: Recording) -> None:
         """End a recording, and wait until its end was written, or could not be written."""
         recording.close()
-        while recording in self._open:
+        while recording in self._open and not recording.is_tried:
             await self._written.wait()
 
     async def _run(self) -> None:
@@ -158,15 +160,17 @@ class OutputRecorder:
         try:
             answers = await self.records.write(updates)
         except UnavailableError:
-            answers = [not update.releases for update in updates]  # a closed recording is dropped
+            gone = set[Recording]()
         else:
             for recording, update in zip(recordings, updates, strict=True):
                 recording.on_written(update)
-        gone = {
-            recording
-            for recording, update, has_record in zip(recordings, updates, answers, strict=True)
-            if update.releases or not has_record
-        }
+            gone = {
+                recording
+                for recording, update, has_record in zip(recordings, updates, answers, strict=True)
+                if update.releases or not has_record
+            }
+        for recording, update in zip(recordings, updates, strict=True):
+            recording.is_tried = update.releases
         self._open = [recording for recording in self._open if recording not in gone]
         self._written.set()
         self._written = asyncio.Event()

@@ -25,6 +25,7 @@ from gateway_svc.pipeline import sessions
 from gateway_svc.records.memory_fields import MemoryFields
 from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.store import RecordStore, StoredRecord, Update
+from svc_common.errors import UnavailableError
 from tests.unit.gateway.fakes import (
     EOS,
     STOP,
@@ -316,6 +317,24 @@ async def test_an_answer_ends_when_its_record_has_the_end(served: Served, monkey
     await served.ask(request_id="a", prompt=tokens(*PROMPT))
     got = await served.sessions.GetSession(spb.GetSessionRequest(session_id="a"))
     assert [(s.num_tokens, s.is_finished) for s in got.session.samples] == [(8, True)]
+
+
+async def test_an_end_that_could_not_be_written_is_written_later(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, the next turn would take a part of the output for all of it."""
+    write, is_down = RecordStore.write, True
+
+    async def failing(self: RecordStore, updates: Sequence[Update]) -> list[bool]:
+        if is_down:
+            raise UnavailableError("Redis does not answer")
+        return await write(self, updates)
+
+    monkeypatch.setattr(RecordStore, "write", failing)
+    first = await served.ask(request_id="a", prompt=tokens(*PROMPT))
+    is_down = False
+    await served.ask(session_id="a", prompt=tokens(9))
+    assert served.schedulers[0].prompt == [*PROMPT, *first.ids(), 9]
 
 
 async def test_sessions_are_listed_and_a_turn_takes_the_place_of_the_one_before(served: Served) -> None:
