@@ -69,7 +69,15 @@ def base_of(request: pb.GenerateRequest, record: StoredRecord) -> SessionBase:
     if not record.keeps_output:
         words = "names a session whose output is not stored, because it has log probabilities or best_of"
         raise invalid("session_id", f"{words}; send the whole prompt")
+    check_whole(record)
     return base
+
+
+def check_whole(record: StoredRecord) -> None:
+    """Refuse a session that is not known as a whole. Raises InvalidRequestError."""
+    if record.is_cut:
+        words = "names a session whose output does not fit in its record (--max-record-bytes)"
+        raise invalid("session_id", f"{words}; send the whole prompt, or rewind it")
 
 
 def inherit(request: pb.GenerateRequest, base: SessionBase) -> None:
@@ -208,4 +216,4 @@ def rewound(record: StoredRecord, num_tokens: int) -> StoredRecord:
         end if len(output) == len(before) else None
         for end, output, before in zip(record.ends, outputs, record.outputs, strict=True)
     )
-    return replace(record, outputs=outputs, ends=ends)
+    return replace(record, outputs=outputs, ends=ends, is_cut=False)

@@ -14,6 +14,7 @@ from gateway_svc.answer.session import (
     SessionBase,
     base_of,
     check_same_model,
+    check_whole,
     content_of_copy,
     continue_chat,
     inherit,
@@ -159,6 +160,7 @@ class Sessions:
             await self._records().delete((await self._load(session_id)).record_id)
 
     async def _copy(self, record: StoredRecord, source_id: str) -> session_pb2.Session:
+        check_whole(record)
         session_id = f"sess_{secrets.token_hex(ID_BYTES)}"
         content, records = content_of_copy(record, source_id, session_id), self._records()
         copied = await records.copy(record, scoped(session_id), content)

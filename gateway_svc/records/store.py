@@ -45,6 +45,7 @@ class StoredRecord:
     ends: tuple[pb.SampleEnd | None, ...]
     stored_object: bytes
     has_run: bool  # a run has a lease
+    is_cut: bool = False  # a sample has ended, with more output than fits in the record
 
     @property
     def is_finished(self) -> bool:
@@ -211,14 +212,16 @@ class RecordStore:
                 sample, offset = name.removeprefix(OUTPUT).split(":")
                 columns[int(sample)][int(offset)] = value
         outputs = tuple(map(_joined, columns))
-        ends = [values.get(f"{END}{sample}") for sample in range(num_samples)]
+        stored = [values.get(f"{END}{sample}") for sample in range(num_samples)]
+        ends = tuple(_end_of(end, output) for end, output in zip(stored, outputs, strict=True))
         return StoredRecord(
             record_id,
             content,
             outputs,
-            tuple(_end_of(end, output) for end, output in zip(ends, outputs, strict=True)),
+            ends,
             values.get("object", b""),
             has_run,
+            is_cut=any(data is not None and end is None for data, end in zip(stored, ends, strict=True)),
         )
 
     def _seal(self, data: bytes, record_id: str, name: str) -> bytes:

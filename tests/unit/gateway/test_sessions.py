@@ -492,6 +492,22 @@ async def test_an_answer_that_a_stop_token_ended_is_continued_with_it(served: Se
     assert scheduler.prompt == [*PROMPT, 20, 21, 77, 30]
 
 
+async def test_output_that_does_not_fit_in_the_record_is_not_left_out(served: Served) -> None:
+    content = record_pb2.RequestRecord(
+        request=pb.GenerateRequest(model="demo", prompt=tokens(5)), prompt_token_ids=b"\5\0\0\0"
+    )
+    await served.records.create("a", content, "run")
+    end = record_pb2.SampleEnd(num_output=300).SerializeToString()
+    await served.records.write([Update("a", "run", {(0, 0): b"\6\0\0\0" * 2}, {0: end}, releases=True)])
+    error = await refused(served.first.generate(session_id="a", prompt=tokens(9)))
+    assert "output does not fit in its record" in str(error.details())
+    with pytest.raises(grpc.aio.AioRpcError, match="output does not fit in its record"):
+        await served.sessions.Fork(spb.ForkRequest(session_id="a"))
+    back = await served.sessions.Rewind(spb.RewindRequest(session_id="a", num_tokens=2))
+    await served.ask(session_id=back.session.session_id, prompt=tokens(9))
+    assert served.schedulers[0].prompt == [5, 6, 6, 9]
+
+
 async def test_without_records_the_calls_say_so(gateway: TestGateway) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="keeps no request records") as caught:
         await gateway.sessions.GetSession(spb.GetSessionRequest(session_id="a"))
