@@ -134,6 +134,7 @@ class RedisFields:
         key = self._key(record_id)
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.delete(key)
+        pipeline.zrem(self._pins + owner_of(record_id), record_id)
         pipeline.hset(key, mapping={"request": request, "run": run, "lease": 0, "size": len(request)})
         pipeline.eval(CLAIM, 1, key, run, self._lease_ms, self._ttl_ms, 0)
         await self._call(pipeline.execute())

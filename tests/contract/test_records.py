@@ -315,6 +315,8 @@ async def test_a_pin_outlives_the_time_to_live_also_after_later_writes(make_stor
     assert await store.num_pinned() == {"other": 1}
     await store.create("mine/c", CONTENT, "run")
     assert await store.pin("mine/c", 100.0, 1), "the pin of a deleted record does not count"
+    await store.create("mine/c", CONTENT, "run")
+    assert await store.num_pinned() == {"other": 1}, "a record that takes the place of a pinned one is not pinned"
 
 
 async def test_a_copy_has_the_output_and_the_ends_but_no_run(make_store: MakeStore) -> None:
