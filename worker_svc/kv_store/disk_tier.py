@@ -174,6 +174,8 @@ class DiskTier:
             self._retry_at = now + RETRY_S
             self.counts.num_dropped += 1
             self._fail(str(error.strerror), f"writes nothing for {RETRY_S:g} s", is_full=error.errno == errno.ENOSPC)
+            if error.errno == errno.ENOENT:  # the folder was removed, and the lock with it
+                self.close()
             return False
         self.counts.num_written += 1
         self.counts.bytes_written += size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import random
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -541,6 +542,17 @@ def test_a_disk_that_refuses_writes_is_a_warning_and_a_count(
     tier.write()
     assert tier.is_right(0), "it writes again when the disk allows it"
     tier.store.close()
+
+
+def test_a_folder_that_was_removed_is_made_and_locked_again(tier: Tier, tmp_path: Path) -> None:
+    for _ in range(2):  # the first block that cannot be written ends the lock
+        shutil.rmtree(tmp_path / "tier", ignore_errors=True)
+        assert [tier.is_right(block) for block in range(NUM_BLOCKS)] == [None] * NUM_BLOCKS
+        tier.write()
+        tier.disk._retry_at, tier.disk.counts.num_dropped, tier.disk.counts.num_written = 0.0, 0, 0
+        tier.write()
+        assert [tier.is_right(block) for block in range(NUM_BLOCKS)] == [True] * NUM_BLOCKS
+        assert not Tier(tmp_path / "tier").disk.is_writer
 
 
 def test_a_read_only_folder_is_read(tier: Tier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
