@@ -93,7 +93,7 @@ class Simulation:
         self._move_rng = Random(f"moves {seed}")
         self._role_rng = Random(f"roles {seed}")
         self._has_roles = self._role_rng.random() < 0.3
-        self._draft_rate = 0.0 if self._has_states else Random(f"drafts {seed}").choice((0.0, 0.3, 0.7, 1.0))
+        self._draft_rate = Random(f"drafts {seed}").choice((0.0, 0.3, 0.7, 1.0))
         self._update_rng = Random(f"updates {seed}")
         self._update_rate = self._update_rng.choice((0.0, 0.0, 0.004, 0.02))
         self._nan_rng = Random(f"nan {seed}")
@@ -105,7 +105,6 @@ class Simulation:
         if self.setup.has_moves:
             self._encoder_rate = self._tight_rate = 0.0
             self._has_states = Random(f"moved states {seed}").random() < 0.4
-            self._draft_rate *= not self._has_states
             fault_rate = 0.01 if self.setup.is_full else 0.04
             own = {"num_requests": 24, "fault_rate": fault_rate, "arrival_rate": 0.3, "abort_rate": 0.01}
             own |= {"is_lazy": True} if self.setup.has_fast_links else {}

@@ -154,6 +154,7 @@ class SymbolicWorker:
         self.slots = np.zeros((rows, width * self.capacity.block_size), dtype=np.int64)
         self.state = np.zeros(rows, dtype=np.uint64)  # of a model with recurrent layers
         self.snapshots: dict[int, tuple[int, int]] = {}  # slot -> position, state
+        self._draft_states: dict[int, np.ndarray] = {}  # of a row after each token of its newest step
         self.sums = np.zeros(rows, dtype=np.uint64)  # of the states that pooled rows have computed
         self.refs = np.zeros(self.capacity.num_blocks, dtype=np.int64)  # open rows that name the block
         self._starts = np.zeros(rows, dtype=np.int64)  # where each row began its newest step
@@ -373,17 +374,20 @@ class SymbolicWorker:
         slots = set(wanted.values())
         if len(slots) < len(batch.snapshot_slots) or (slots and max(slots) >= self.capacity.num_snapshots):
             raise Violation(f"takes snapshots in slots {batch.snapshot_slots.tolist()}")
+        for slot in slots:
+            self.snapshots.pop(slot, None)
         for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
             end = int(self.num_computed_tokens[row])
             terms = symbolic_model.term_column(self._contents(row, start, end), self._places[start:end])
             states = np.cumsum(terms) + self.state[row]
             if self.state[row] == POISON or (self.kv[self.slots[row, start:end]] == POISON).any():
                 states[:] = POISON
-            self.state[row] = states[-1]
+            self.state[row], self._draft_states[row] = states[-1], states
             for position in range(start + 1, end + 1):
                 if (slot := wanted.pop((row, position), None)) is not None:
                     self.snapshots[slot] = position, int(states[position - start - 1])
-        if wanted:
+        speculating = () if batch.max_query_lens is None else rows[batch.max_query_lens > 0].tolist()
+        if any(row not in speculating for row, _ in wanted):
             raise Violation(f"takes snapshots of rows and positions {list(wanted)}, which the step does not compute")
         forks, parents = batch.fork_rows.astype(np.int64), batch.fork_parents.astype(np.int64)
         self.state[forks] = self.state[parents]
@@ -561,6 +565,16 @@ class SymbolicWorker:
         self.num_drafted += count
         return count
 
+    def _reads_garbage(self, row: int, end: int, nth: int) -> bool:
+        """Whether the token at `end`, which is sampled after the `nth` token of this step, is garbage."""
+        is_garbage = bool(self.kv[self.slots[row, end - 1]] == POISON)
+        if not self.has_states or is_garbage:
+            return is_garbage
+        state = self._draft_states[row][nth]
+        if state not in (POISON, self.digests[row, end - 1]):
+            raise Violation(f"rows [{row}] sample from a state that is not that of their tokens")
+        return bool(state == POISON)
+
     def _next_token(self, row: int, end: int) -> int:
         digest, position = int(self.digests[row, end - 1]), end - int(self.prompt_len[row])
         seed, sample = int(self.seed[row]), int(self.sample[row])
@@ -579,14 +593,16 @@ class SymbolicWorker:
             count = int(self.num_drafts[row])
             start = int(self.history_len[row]) - count
             for end in range(start, start + count + 1):
-                draft, read = int(self.tokens[row, end]), self.kv[self.slots[row, end - 1]]
-                token = (self._next_token(row, end) + int(read == POISON)) % self.vocab_size
+                draft = int(self.tokens[row, end])
+                token = (self._next_token(row, end) + self._reads_garbage(row, end, end - start)) % self.vocab_size
                 self._append(row, end, token)
                 if token != draft:
                     break
             num_new = int(self.history_len[row]) - start
             self.num_accepted += num_new - 1
             self.num_computed_tokens[row] = self.history_len[row] - 1
+            if self.has_states:
+                self.state[row] = self._draft_states[row][num_new - 1]
             self.rejected.setdefault(row, []).append((batch.step_id, reserved[row] - num_new))
         found = np.array(rows, dtype=np.int64)
         self._record_full_blocks(found, self._starts[found])

@@ -856,8 +856,8 @@ def last_token_of_a_prompt_planned_as_a_decode(patch: Patch) -> None:
 def snapshot_of_another_position(patch: Patch) -> None:
     shifted: set[int] = set()
 
-    def take(original: Any, self: Snapshots, row: int, plan: Any, context: int, end: int) -> list[Taken]:
-        taken = original(self, row, plan, context, end)
+    def take(original: Any, self: Snapshots, row: int, plan: Any, context: int, end: int, **how: Any) -> list[Taken]:
+        taken = original(self, row, plan, context, end, **how)
         for one in taken:
             if one.position > context + 1:
                 one.position -= 1
@@ -900,8 +900,8 @@ def slot_of_a_kept_snapshot_given_away(patch: Patch) -> None:
 
 @bug("starts after .* tokens from the snapshot|sample from a state|takes snapshots in slots")
 def snapshot_used_before_its_step_is_answered(patch: Patch) -> None:
-    def take(original: Any, self: Snapshots, row: int, plan: Any, *args: Any) -> list[Taken]:
-        taken = original(self, row, plan, *args)
+    def take(original: Any, self: Snapshots, row: int, plan: Any, *args: Any, **how: Any) -> list[Taken]:
+        taken = original(self, row, plan, *args, **how)
         for one in taken:
             index = one.position // self._block_size - 1
             if index < len(plan.digests):

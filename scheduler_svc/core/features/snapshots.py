@@ -14,7 +14,7 @@ Where
     - in long prompts each time that the tokens since the last snapshot have as much KV as the snapshot has bytes, so
       that snapshots take at most as much memory as the blocks that they make useful;
     - at each block boundary of an output, in place of the previous one of the row: the next turn starts at the last.
-      Not while a row speculates: which positions a step of it computes is known when the step is answered.
+      A row that speculates asks at each boundary that a step may pass; the answer says whether it has passed it.
     All are at block boundaries, because blocks are the unit of hits.
 
 When
@@ -46,8 +46,9 @@ from prefix_index.hashing import snapshot_digest, state_id
 from scheduler_svc.core.features.adapters import adapter_of
 from scheduler_svc.core.messages import Counts, Deltas, MovedExtra, RowAssignment
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.speculation import Accepted
 from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerPart, WorkerState
-from step_protocol.columns import U32, Bools
+from step_protocol.columns import I64, U32, Bools
 from step_protocol.messages import RowError, StepBatch, StepOutput
 
 
@@ -71,6 +72,7 @@ class Taken:
     slot: int
     tokens: int
     is_last: bool  # of the row's output: it replaces the previous one
+    is_sure: bool  # that the step computes this position; a row that speculates may not come so far, or be beyond it
     digests: list[bytes] | None = None  # of the row's blocks, once the step is answered
 
 
@@ -148,22 +150,30 @@ class Snapshots(WorkerPart):
     def fill(self, batch: StepBatch) -> None:
         if self._commits:
             self._send_commits(batch)
-        contexts, ends = batch.context_lens, batch.context_lens + batch.query_lens
+        contexts, ends, is_sure = self._bounds(batch)
         crosses = ends // self._block_size > contexts // self._block_size
-        if batch.max_query_lens is not None:
-            crosses &= batch.max_query_lens == 0
         if not np.count_nonzero(crosses):
             return
         taken: list[Taken] = []
         for i in np.flatnonzero(crosses).tolist():
-            plan = self._rows.get(int(batch.rows[i]))
+            row, sure = int(batch.rows[i]), is_sure is None or bool(is_sure[i])
+            plan = self._rows.get(row)
             if plan is not None:
-                taken += self._take(int(batch.rows[i]), plan, int(contexts[i]), int(ends[i]))
+                taken += self._take(row, plan, int(contexts[i]), int(ends[i]), is_sure=sure)
         if not taken:
             return
         self._in_flight[batch.step_id] = taken
         columns = [(one.row, one.position, one.slot) for one in taken]
         batch.snapshot_rows, batch.snapshot_positions, batch.snapshot_slots = np.array(columns, np.uint32).T.copy()
+
+    def _bounds(self, batch: StepBatch) -> tuple[U32 | I64, U32 | I64, Bools | None]:
+        """The least context of each row, the most tokens after the step, and whether they are exact (None: all are)."""
+        contexts, ends = batch.context_lens, batch.context_lens + batch.query_lens
+        if batch.max_query_lens is None:
+            return contexts, ends, None
+        num_more = np.maximum(batch.max_query_lens, 1).astype(np.int64) - 1
+        num_unknown = self.worker.rows.num_unknown[batch.rows.astype(np.int64)]
+        return contexts + num_more - num_unknown, ends + num_more, batch.max_query_lens == 0
 
     @property
     def has_changes(self) -> bool:
@@ -181,22 +191,22 @@ class Snapshots(WorkerPart):
             kept.is_committed = True
             self._commits.append(digest)
 
-    def _take(self, row: int, plan: RowPlan, context: int, end: int) -> list[Taken]:
-        """The snapshots of a row whose tokens from `context` to `end` a step computes."""
+    def _take(self, row: int, plan: RowPlan, context: int, end: int, *, is_sure: bool) -> list[Taken]:
+        """The snapshots of a row whose tokens from `context` to `end` a step computes, or may compute."""
         first, stop = (bisect_right(plan.positions, position) for position in (context, min(end, plan.end)))
         wanted = [(position, False) for position in plan.positions[first:stop]]
-        boundary = end // self._block_size * self._block_size
-        if boundary > max(plan.end, context) and not self.worker.rows.is_awaiting[row]:
-            wanted.append((boundary, True))
+        if not self.worker.rows.is_awaiting[row]:
+            behind = max(plan.end, context) // self._block_size + 1
+            wanted += [(index * self._block_size, True) for index in range(behind, end // self._block_size + 1)]
         taken = []
         for position, is_last in wanted:
             index = position // self._block_size - 1
             if index < len(plan.digests) and plan.digests[index] in self.kept:
                 plan.newest = position
                 continue
-            slot = self._take_slot(position - plan.newest, plan if is_last else None)
+            slot = self._take_slot(position - plan.newest, plan if is_last and is_sure else None)
             if slot is not None:
-                taken.append(Taken(row, position, slot, position - plan.newest, is_last))
+                taken.append(Taken(row, position, slot, position - plan.newest, is_last, is_sure))
                 plan.newest = position if not is_last else plan.newest
         return taken
 
@@ -230,7 +240,7 @@ class Snapshots(WorkerPart):
     def read(self, step: InFlightStep, output: StepOutput, is_open: Bools | None, deltas: Deltas) -> list[RowError]:
         self._answered = self._in_flight.pop(step.step_id, [])
         for taken in self._answered:
-            if taken.row not in step.closed:
+            if taken.row not in step.closed and (taken.is_sure or _has_passed(step.accepted, taken)):
                 taken.digests = self.worker.rows.digests[taken.row]
         return []
 
@@ -250,7 +260,7 @@ class Snapshots(WorkerPart):
         self.kept[digest] = Kept(taken.slot, taken.tokens, self._clock + taken.tokens)
         self.counts.snapshots_taken += 1
         plan = self._rows.get(taken.row)
-        if not taken.is_last:
+        if not taken.is_last or plan is None:
             self._commit(digest)
         if not taken.is_last or plan is None or plan.digests is not digests:
             return
@@ -310,3 +320,11 @@ class Snapshots(WorkerPart):
         self.kept.clear()
         self._commits.clear()
         self._rows.clear()
+
+
+def _has_passed(accepted: Accepted | None, taken: Taken) -> bool:
+    """Whether an answered step has computed the position of a snapshot of a row that speculates."""
+    if accepted is None:
+        return False
+    rows, starts, ends = accepted  # the newest known token is not computed
+    return bool(np.count_nonzero((rows == taken.row) & (starts <= taken.position) & (taken.position < ends)))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
 import pytest
 
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.features import snapshots
 from scheduler_svc.core.features.snapshots import Snapshots
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.sequence import StopCondition
+from scheduler_svc.core.speculation import Accepted
 from tests.sim.cluster import ROOT_SALT, Cluster, Request
 from tests.sim.inputs import IDS
 
@@ -20,7 +23,14 @@ BLOCK = 16
 class Server:
     """One symbolic worker, which checks every state that a row samples from."""
 
-    def __init__(self, num_snapshots: int | None, *, num_blocks: int = 4000, snapshot_tokens: int = 100_000) -> None:
+    def __init__(
+        self,
+        num_snapshots: int | None,
+        *,
+        num_blocks: int = 4000,
+        snapshot_tokens: int = 100_000,
+        draft_rate: float = 0,
+    ) -> None:
         config = SchedulerConfig(root_salt=ROOT_SALT)
         self.cluster = Cluster(config, block_size=BLOCK, max_model_len=4096, vocab_size=VOCAB)
         capacity = WorkerCapacity(
@@ -28,6 +38,7 @@ class Server:
             num_snapshots=num_snapshots, snapshot_tokens=snapshot_tokens,
         )  # fmt: skip
         self.worker = self.cluster.join(capacity)
+        self.worker.draft_rate = draft_rate
 
     @property
     def part(self) -> Snapshots:
@@ -83,13 +94,25 @@ def test_a_state_after_another_image_is_no_hit():
     assert server.run(first) == server.run(other) == [112]
 
 
-def test_a_turn_starts_from_the_newest_block_of_the_output():
-    server = Server(8)
+@pytest.mark.parametrize("draft_rate", [0.0, 0.3, 0.7, 1.0])
+def test_a_turn_starts_from_the_newest_block_of_the_output(draft_rate):
+    server = Server(8, draft_rate=draft_rate)
     prompt = tokens(40)
     server.run(prompt, max_tokens=60)
     assert server.positions() == [32, 96]
+    assert (server.worker.num_accepted > 0) == (draft_rate > 0)
+    assert len(server.part.kept) + len(server.part._free) == 8
     output = next(iter(server.cluster.requests.values())).delivered[0]
     assert server.run(prompt + output + tokens(20, 1)) == [96]
+
+
+@pytest.mark.parametrize("row", [0, 5])
+@pytest.mark.parametrize(("position", "has_passed"), [(47, False), (48, True), (51, True), (52, False)])
+def test_an_answer_says_which_positions_a_speculating_row_has_passed(row, position, has_passed):
+    accepted = Accepted(np.array([5]), np.array([48]), np.array([52]))  # 47 tokens were computed, now 51 are
+    taken = snapshots.Taken(row, position, 0, 16, is_last=True, is_sure=False)
+    assert snapshots._has_passed(accepted, taken) == (has_passed and row == 5)
+    assert not snapshots._has_passed(None, taken)
 
 
 @pytest.mark.parametrize(("snapshot_tokens", "expected"), [(100, [112, 224, 288]), (1000, [288])])

@@ -73,10 +73,11 @@ def recurrent(
         state = states[row].clone() if batch.context_lens[index] else torch.zeros(spec.num_floats)
         for snapshot in range(*taken.starts[index : index + 2].tolist()):
             stop = batch.query_starts[index] + int(taken.ends[snapshot])
-            out[first:stop] = _advance(spec, weights, state, projected[first:stop])
+            if first < stop:  # else another one was taken there
+                out[first:stop] = _advance(spec, weights, state, projected[first:stop])
             states[int(taken.slots[snapshot])] = state
             first = stop
-        if first < end:  # else a snapshot was taken at the end
+        if first < end:
             out[first:end] = _advance(spec, weights, state, projected[first:end])
         states[row] = state
     return out
