@@ -36,7 +36,7 @@ from worker_svc.engine.kernels.build import KernelBuildError, load_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = "worker_svc.service"
-READY_DEADLINE_S = 60.0
+READY_DEADLINE_S = 180.0
 EXIT_DEADLINE_S = 20.0
 POLL_S = 0.05
 
