@@ -227,10 +227,12 @@ INLINE void add_unit(const Ints (&sum)[R][V][kParts], const int32_t* x, const Pa
   }
 }
 
-// R rows times V vectors of a panel, from its vector `first` on. kLines lines per word are fetched from `ahead`.
+// R rows times V vectors of a panel, from its vector `first` on. kLines lines per word are fetched from `ahead`: to the
+// first-level cache if one row uses them, else to the second level, since the first one has the rows.
 template <int kParts, bool kIsFp4, int R, int V, int kLines>
 void multiply_units(const Panel4<kIsFp4>& panel, int first, const int32_t* x, int64_t units, int64_t words, const char* ahead,
                     float* sums) {
+  constexpr int kLevel = kLines == 2 ? 3 : 2;
   const char* w = panel.words + first * kWidth * kGroupBytes;
   for (int64_t u = 0; u < units; u++) {
     Ints sum[R][V][kParts] = {};
@@ -238,7 +240,7 @@ void multiply_units(const Panel4<kIsFp4>& panel, int first, const int32_t* x, in
     for (int64_t i = 0; i < words; i++, w += kPanel * kGroupBytes, ahead += kLines * kLine) {
       Words codes[V];
       for (int v = 0; v < V; v++) codes[v] = load_words(w + v * kWidth * kGroupBytes);
-      for (int line = 0; line < kLines; line++) __builtin_prefetch(ahead + line * kLine, 0, 2);
+      for (int line = 0; line < kLines; line++) __builtin_prefetch(ahead + line * kLine, 0, kLevel);
 #pragma GCC unroll 4
       for (int k = 0; k < kWordInputs / 2; k++, pairs += R * kParts) {
         Ints steps[V];
@@ -256,12 +258,19 @@ void multiply_units(const Panel4<kIsFp4>& panel, int first, const int32_t* x, in
   }
 }
 
+// Fetches the scales and zeros of a panel, which are behind its words.
+template <bool kIsFp4> INLINE void fetch_scales(const char* panel, int64_t units, int64_t words) {
+  const char* scales = panel + units * words * kPanel * kGroupBytes;
+  for (int64_t at = 0; at < units * kPanel * (kIsFp4 ? 1 : 3); at += kLine) __builtin_prefetch(scales + at, 0, 3);
+}
+
 // R rows, tile number `tile` of `tiles`, times a panel. As in multiply_tile, the first two passes fetch the next panel.
 template <int kParts, bool kIsFp4, int R>
 void multiply_tile_4bit(const Panel4<kIsFp4>& panel, const int32_t* x, int64_t units, int64_t words, const char* ahead,
                         int64_t tile, int64_t tiles, float* sums) {
   constexpr int V = vectors_at_once_4bit<FourBits<kParts, kIsFp4>>(R), kPasses = kVectors / V;
-  memset(sums, 0, R * kPanel * sizeof(float));
+  for (int i = 0; i < R * kPanel; i += kWidth) store_floats(sums + i, Floats{});
+  if (tile == 0) fetch_scales<kIsFp4>(ahead, units, words);
   for (int part = 0; part < kPasses; part++) {
     const int64_t pass = tile * kPasses + part;
     if (kPasses == 1 && tiles == 1)
