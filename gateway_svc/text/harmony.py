@@ -22,7 +22,8 @@ ENDS = ("<|end|>", "<|call|>", "<|return|>")
 BREAKS = (*ENDS, START, CHANNEL)
 MARKERS = (*BREAKS, MESSAGE, CONSTRAIN)
 MAX_HEADER = 256  # characters of a message before its text
-CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+ROLE = r"(?:<\|start\|>)?\s*(?:[\w.-]+\s*)?(?:to=\S+?\s*)?"
+CHANNEL_NAME = re.compile(ROLE + r"<\|channel\|>\s*(\w+)")
 RECIPIENT = re.compile(rf"\bto=functions\.({NAME.pattern})(?=[\s<]|$)")
 
 
@@ -75,8 +76,8 @@ class _HarmonyMessages:
                 return None
             yield
         text = self._reader.pending(at, end)
-        channel, recipient = CHANNEL_NAME.search(text), RECIPIENT.search(text)
-        if end - at > MAX_HEADER or channel is None or any(one in text for one in ENDS):
+        channel, recipient = CHANNEL_NAME.match(text), RECIPIENT.search(text)
+        if end - at > MAX_HEADER or channel is None or any(one in text[channel.end() :] for one in BREAKS):
             return None
         return _Header(channel[1], "" if recipient is None else recipient[1], end + len(MESSAGE))
 

@@ -165,6 +165,16 @@ def check_positions(parts: Sequence[AnswerPiece]) -> None:
             [content("<|channel|>commentary to=functions.f<|message|>no object")],
         ),
         ("openai", "plain <|channel|>x", [content("plain <|channel|>x")]),
+        (  # text between markers is no header
+            "openai",
+            "<|channel|>lost? <|channel|>final<|message|>Hi",
+            [content("<|channel|>lost?Hi")],
+        ),
+        (
+            "openai",
+            "<|start|>assistant is lost?<|channel|>final<|message|>Hi",
+            [content("<|start|>assistant is lost?Hi")],
+        ),
         (
             "gemma4",
             '<|tool_call>call:f{code:<|"|>a "b"\n<|"|>,x:[1,{y:true,z:[]},<|"|>s<|"|>],n:New York}<tool_call|>',

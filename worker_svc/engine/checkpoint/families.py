@@ -343,7 +343,7 @@ GEMMA4 = Architecture(
         expert_linears=("gate_up_proj", "down_proj"),
         stacked_experts="outputs_first",
     ),
-    unread=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+    unread=("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio."),
 )
 GEMMA3N = replace(
     GEMMA4,

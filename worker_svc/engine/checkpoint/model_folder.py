@@ -22,9 +22,11 @@ QUANTIZED_DTYPES = ("I8", "F8_E4M3")
 # A model with a tower nests the tensors of its decoder.
 NESTED = {
     "model.language_model.": "model.",
-    "model.visual.": "visual.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
+} | {
+    f"model.{part}.": f"{part}."
+    for part in "visual vision_tower vision_model multi_modal_projector embed_vision audio_tower embed_audio".split()
 }
 
 
