@@ -24,6 +24,7 @@ ARCHITECTURES = (
     "smollm3", "granite", "granite4", "ernie4_5", "ernie4_5_moe", "hunyuan", "seed_oss", "exaone4", "ministral3",
     "mistral3", "cohere2", "starcoder2", "arcee", "llama4", "gpt_oss", "deepseek_v2", "deepseek_v3",
     "glm4_moe_lite", "gemma", "gemma3_vl", "olmoe", "granite_moe", "granite_moe_shared", "cohere", "glm",
+    "cwm", "helium", "jais2", "vaultgemma", "mellum", "solar_open", "hyperclovax", "youtu",
 )  # fmt: skip
 
 CLASSES = {
@@ -80,6 +81,14 @@ CLASSES = {
     "cohere": (transformers.CohereConfig, transformers.CohereForCausalLM),
     "glm": (transformers.GlmConfig, transformers.GlmForCausalLM),
     "lfm2_moe": (transformers.Lfm2MoeConfig, transformers.Lfm2MoeForCausalLM),
+    "cwm": (transformers.CwmConfig, transformers.CwmForCausalLM),
+    "helium": (transformers.HeliumConfig, transformers.HeliumForCausalLM),
+    "jais2": (transformers.Jais2Config, transformers.Jais2ForCausalLM),
+    "vaultgemma": (transformers.VaultGemmaConfig, transformers.VaultGemmaForCausalLM),
+    "mellum": (transformers.MellumConfig, transformers.MellumForCausalLM),
+    "solar_open": (transformers.SolarOpenConfig, transformers.SolarOpenForCausalLM),
+    "hyperclovax": (transformers.HyperCLOVAXConfig, transformers.HyperCLOVAXForCausalLM),
+    "youtu": (transformers.YoutuConfig, transformers.YoutuForCausalLM),
 }
 
 RECURRENT = (
@@ -222,6 +231,19 @@ FIELDS["gemma3n"] = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention",
                     "full_attention", "sliding_attention"],
 }  # fmt: skip
+FIELDS |= {
+    "cwm": {"sliding_window": 24, "num_hidden_layers": 3, "head_dim": 20},
+    "helium": {"head_dim": 20, "hidden_size": 120, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "jais2": {"hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "vaultgemma": FIELDS["gemma2"],
+    "mellum": {
+        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_hidden_layers": 3, "head_dim": 20,
+        "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse"], "rope_parameters": None,
+    },
+    "solar_open": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 20},
+    "hyperclovax": FIELDS["granite"],
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32,
     "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.3,
@@ -251,6 +273,7 @@ FIELDS |= {
         "rope_parameters": YARN,
         "first_k_dense_replace": 1,
     },
+    "youtu": LATENTS | {"q_lora_rank": 22, "rope_parameters": YARN, "pad_token_id": None},
     "glm4_moe_lite": LATENTS | {"q_lora_rank": 30, "n_routed_experts": 5, "rope_interleave": False},
 }
 DEFAULTS: dict[str, Any] = {

@@ -70,6 +70,16 @@ CONFIGS = {
     "DeepseekV2ForCausalLM": transformers.DeepseekV2Config,
     "DeepseekV3ForCausalLM": transformers.DeepseekV3Config,
     "Glm4MoeLiteForCausalLM": transformers.Glm4MoeLiteConfig,
+    "InternLM3ForCausalLM": transformers.InternLM3Config,
+    "IQuestCoderForCausalLM": transformers.IQuestCoderConfig,
+    "CwmForCausalLM": transformers.CwmConfig,
+    "HeliumForCausalLM": transformers.HeliumConfig,
+    "Jais2ForCausalLM": transformers.Jais2Config,
+    "VaultGemmaForCausalLM": transformers.VaultGemmaConfig,
+    "MellumForCausalLM": transformers.MellumConfig,
+    "SolarOpenForCausalLM": transformers.SolarOpenConfig,
+    "HyperCLOVAXForCausalLM": transformers.HyperCLOVAXConfig,
+    "YoutuForCausalLM": transformers.YoutuConfig,
 }
 # Fields without which transformers has no such model.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -165,6 +175,8 @@ def parse(architecture: str, fields: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("changes", [{}, {"use_sliding_window": True, "sliding_window": 16}], ids=["plain", "windows"])
 def test_a_missing_field_has_the_default_of_transformers(name: str, changes: dict[str, Any]) -> None:
     """The configuration is the same as with the default, or the missing field is named."""
+    if changes and name == "IQuestCoderForCausalLM":
+        pytest.skip("transformers refuses its windows too")
     whole = CONFIGS[name](**NEEDED.get(name, {}), **changes).to_dict()
     for field in whole:
         rest = {key: value for key, value in whole.items() if key != field}

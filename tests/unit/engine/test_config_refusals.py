@@ -130,7 +130,6 @@ def test_rotations_of_layer_types_apply_before_fields_beside_them():
         ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers: config.json must hold 5 numbers"),
         ("llama", {"layer_types": ["chunked_attention"] * 2}, "layer_types: 'chunked_attention' is not supported for"),
         ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers: 2 entries for 4 layers"),
-        ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "'dynamic' without alpha"),
     ],
 )
 def test_a_value_that_another_model_computes_is_refused(architecture, fields, message):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from step_protocol.messages import Pooling, PoolingKind, PoolingTask
 from tests.unit.engine.driver import Driver
@@ -36,6 +37,11 @@ MODELS = {
     "llama-gqa4": ("llama", 16, {"num_key_value_heads": 1}),
     "llama-llama3-rope": ("llama", 64, {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
     "llama-linear-rope": ("llama", 16, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama-dynamic-rope": (
+        "llama",
+        16,
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    ),
     "llama-odd-sizes": (
         "llama",
         2,
@@ -159,6 +165,35 @@ def test_sharded_checkpoint(tmp_path):
         tokens.append(driver.rows[0].tokens)
     assert tokens[0] == tokens[1]
     check_against(load_reference(sharded), driver, [0])
+
+
+def test_a_tower_may_be_named_as_part_of_the_model(tmp_path):
+    folder = make_model(tmp_path, "gemma3_vl")
+    reference = load_reference(folder)
+    file = folder / "model.safetensors"
+    tensors = {name.replace("language_model.model.", "language_model."): one for name, one in load_file(file).items()}
+    assert any(name.startswith("vision_tower.") for name in tensors)
+    save_file(
+        {f"model.{name}".replace("model.language_model.lm_head", "lm_head"): one for name, one in tensors.items()}, file
+    )
+    driver = Driver(load(folder))
+    driver.open(0, prompts([40])[0])
+    driver.prefill(0)
+    driver.decode([0], 2)
+    check_against(reference, driver, [0])
+
+
+@pytest.mark.parametrize("name", ["InternLM3ForCausalLM", "IQuestCoderForCausalLM"])
+def test_names_of_llamas_that_transformers_computes_as_llama(tmp_path, rewrite_config, name):
+    has_bias = name == "InternLM3ForCausalLM"
+    folder = make_model(tmp_path, "llama", head_dim=20, attention_bias=has_bias, mlp_bias=has_bias)
+    reference = load_reference(folder)
+    rewrite_config(folder, architectures=[name], **({"qkv_bias": True, "bias": True} if has_bias else {}))
+    driver = Driver(load(folder))
+    driver.open(0, prompts([40])[0])
+    driver.prefill(0, 16)
+    driver.decode([0], 4)
+    check_against(reference, driver, [0])
 
 
 def test_old_rope_fields_are_read(tmp_path, rewrite_config):

@@ -10,7 +10,17 @@ NormKind = Literal["rms", "rms_offset", "layer"]
 TowerKind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 MropeKind = Literal["sections", "interleaved"]
 WindowRule = Literal[
-    "none", "opt_in", "opt_in_all", "opt_in_even", "opt_in_unrotated", "last", "all", "even", "pattern", "chunked"
+    "none",
+    "opt_in",
+    "opt_in_all",
+    "opt_in_even",
+    "opt_in_unrotated",
+    "last",
+    "all",
+    "even",
+    "pattern",
+    "after_full",
+    "chunked",
 ]
 RecurrenceName = Literal["gated_delta", "mamba2", "short_conv"]
 Role = Literal["q", "k", "v", "latent", "o", "gate", "up", "down", "router", "head", "state"]

@@ -24,9 +24,13 @@ NESTED = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
-} | {
-    f"model.{part}.": f"{part}."
-    for part in "visual vision_tower vision_model multi_modal_projector embed_vision audio_tower embed_audio".split()
+    "model.visual.": "visual.",
+    "model.vision_tower.": "vision_tower.",
+    "model.vision_model.": "vision_model.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "model.embed_vision.": "embed_vision.",
+    "model.audio_tower.": "audio_tower.",
+    "model.embed_audio.": "embed_audio.",
 }
 
 

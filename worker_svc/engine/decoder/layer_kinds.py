@@ -118,6 +118,7 @@ WINDOW_RULES: dict[str, Callable[[dict[str, Any]], Callable[[int], bool]]] = {
     "opt_in_unrotated": lambda config: lambda index: not listed_rotations(config)(index),
     "last": lambda config: lambda index: index >= config["max_window_layers"],
     "even": lambda config: lambda index: index % 2 == 0,
+    "after_full": lambda config: lambda index: bool(index % 4),
     "pattern": lambda config: lambda index: bool((index + 1) % size_of(config, "sliding_window_pattern")),
 }
 

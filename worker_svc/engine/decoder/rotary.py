@@ -123,11 +123,10 @@ def _default(wave: torch.Tensor, rope: dict[str, Any]) -> Rotary:
 
 
 def _dynamic(wave: torch.Tensor, rope: dict[str, Any]) -> Rotary:
-    """A fixed stretch of the base by `alpha` (Hunyuan). Without it a rotation depends on the sequence"""
+    """A fixed stretch of the base by `alpha` (Hunyuan). Without it, sequences stretch the base if they are longer than
+    max_position_embeddings, which no sequence is here."""
     if rope.get("alpha") is None:
-        raise CheckpointError(
-            "rope_type: 'dynamic' without alpha is not supported: it changes keys that are in the cache"
-        )
+        return _default(wave, rope)
     dim = 2 * len(wave)
     theta = rope["rope_theta"] * positive(rope, "alpha") ** (dim / (dim - 2))
     return Rotary(1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
