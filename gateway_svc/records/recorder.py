@@ -34,6 +34,7 @@ class Journal(Protocol):
 
     outputs: array[int]
     finish: scheduler_pb2.SampleFinished | None
+    is_closed: bool  # a stop string has ended the output
 
 
 class Recording:
@@ -96,9 +97,9 @@ class Recording:
         self._ended |= dict.fromkeys(update.ends, True)
 
     def _end(self, sample: int) -> bytes:
-        journal, num_output = self._journals[sample], self._sent[sample]
-        end = pb.SampleEnd(finish=journal.finish, num_output=num_output)
-        if num_output < len(journal.outputs):  # cut by a stop string: a later token that ended the journal is no output
+        journal = self._journals[sample]
+        end = pb.SampleEnd(finish=journal.finish, num_output=self._sent[sample])
+        if journal.is_closed:  # a later token may have ended the sample
             end.finish.reason = types.FINISH_REASON_STOP
             end.finish.ClearField("stop_token_id")
         return end.SerializeToString()

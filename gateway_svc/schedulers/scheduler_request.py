@@ -108,7 +108,7 @@ class SampleJournal:
         self.outputs = outputs
         self.logprobs = logprobs
         self.finish: pb.SampleFinished | None = None
-        self.is_closed = False  # a stop string matched: later tokens are dropped, only `finish` is awaited
+        self.is_closed = False  # a stop string matched: later tokens, and what `finish` says of them, are no output
         self.num_given = len(outputs)  # tokens that the client already had
         # The weights from each of these output positions on. Empty: the checkpoint's.
         self.versions: list[tuple[int, pb.WeightsChange]] = []
@@ -260,8 +260,8 @@ class SchedulerRequest:
     def close_sample(self, index: int) -> None:
         """A stop string matched: cancel the sample. It ends with the scheduler's answer, which has the usage."""
         sample = self.samples[index]
-        if not sample.is_closed and sample.finish is None:
-            sample.is_closed = True
+        was_closed, sample.is_closed = sample.is_closed, True
+        if not was_closed and sample.finish is None:
             self._num_awaited -= 1
             self._cancel_at_scheduler(index, types.FINISH_REASON_STOP)
 

@@ -206,13 +206,22 @@ async def test_every_kind_of_end_is_kept(first: Recorded, second: Recorded) -> N
     assert second.scheduler.submits == []
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(("last", "reason"), [(1, EOS), (77, STOP)])
 async def test_a_stop_string_before_the_token_that_ended_the_sample_is_found_again(
-    first: Recorded, second: Recorded, last: int, reason: int
+    first: Recorded, second: Recorded, last: int, reason: int, *, is_late: bool
 ) -> None:
-    """The worker has computed the last token before the gateway sees the stop string."""
+    """The scheduler has the last token before the gateway has found the stop string, or before it hears of that."""
     conditions = types.StopParams(stop=["more"], stop_token_ids=[77])
-    cut = await finished_at(first, [*IDS, last], reason, stop=conditions)
+    if is_late:
+        first.scheduler.on_submit = lambda submit: first.scheduler.send(submit.handle, IDS)
+        first.scheduler._take_cancel = lambda cancel: first.scheduler.finish(  # type: ignore[method-assign]
+            cancel.handle, reason, ids=[last], offset=len(IDS)
+        )
+    else:
+        first.scheduler.play([*IDS, last], reason)
+    cut = await first.gateway.collect(request_id="r", resumable=True, stop=conditions)
+    await is_finished(first)
     again = await second.resumed("r")
     assert (again.text(), again.ids()) == (cut.text(), cut.ids()) == (TEXT.removesuffix("more"), IDS)
     assert again.finished[0] == cut.finished[0]
