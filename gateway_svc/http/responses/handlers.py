@@ -176,7 +176,7 @@ class ResponsesHandlers:
         if asked.previous_id:
             record = await self._load(asked.previous_id, "previous_response_id")
             if not record.stored_object:
-                words = f"{asked.previous_id!r} is still in progress; wait until it is complete"
+                words = f"{asked.previous_id!r} is not complete; retrieve it until it is, which continues a broken one"
                 raise invalid("previous_response_id", words)
             earlier = record.content.request.prompt.chat.messages
             before += earlier[1:] if _notes_of(record)["has_instructions"] else earlier
