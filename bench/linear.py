@@ -33,7 +33,7 @@ from worker_svc.engine.cpu.backend import declare
 from worker_svc.engine.kernels.build import load_kernels_of
 from worker_svc.engine.kernels.four_bits import FourBitRows, units_of
 from worker_svc.engine.kernels.linear import BFLOAT16, FLOAT32, INT8, KernelLinear
-from worker_svc.engine.kernels.memory import collapse
+from worker_svc.engine.kernels.memory import WeightMemory, collapse
 from worker_svc.engine.kernels.paths import available_paths
 from worker_svc.engine.kernels.torch_linear import PackedLinear
 
@@ -67,27 +67,25 @@ def layers_of(model: Model) -> list[Layer]:
     ]
 
 
-def implementations(names: list[str], number: str) -> dict[str, Maker]:
+def implementations(names: list[str], number: str, weights: WeightMemory) -> dict[str, Maker]:
     """Constructors by name: of the given paths, and oneDNN. int8 beside bfloat16 only."""
     builds = {path.name: declare(load_kernels_of(path)) for path in available_paths() if path.name in names}
     makers: dict[str, Maker] = {}
     for name, build in builds.items():
-        makers[name] = partial(_kernel_linear, build, BFLOAT16 if number == "bfloat16" else FLOAT32)
+        makers[name] = partial(_kernel_linear, build, weights, BFLOAT16 if number == "bfloat16" else FLOAT32)
         if number == "bfloat16":
-            makers[f"{name} int8"] = partial(_kernel_linear, build, INT8)
+            makers[f"{name} int8"] = partial(_kernel_linear, build, weights, INT8)
         for group, form in ((128, "int4"), (32, "fp4")):
-            makers[f"{name} {form}"] = partial(_four_bit_linear, build, group)
+            makers[f"{name} {form}"] = partial(_four_bit_linear, build, weights, group)
     makers["oneDNN"] = partial(PackedLinear, bias=None)
     return makers
 
 
-def _kernel_linear(kernels: ctypes.CDLL, kind: int, weight: torch.Tensor) -> Call:
-    linear = KernelLinear(kernels, kind, weight, None, 1)
-    collapse([linear.packed])  # as after a load
-    return linear
+def _kernel_linear(kernels: ctypes.CDLL, weights: WeightMemory, kind: int, weight: torch.Tensor) -> Call:
+    return KernelLinear(kernels, kind, weight, None, 1, weights.zeros)
 
 
-def _four_bit_linear(kernels: ctypes.CDLL, group: int, weight: torch.Tensor) -> Call:
+def _four_bit_linear(kernels: ctypes.CDLL, weights: WeightMemory, group: int, weight: torch.Tensor) -> Call:
     """Random codes: int4 in groups of 128, E2M1 in blocks of 32."""
     groups = -(-weight.shape[1] // group)
     codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8)
@@ -97,9 +95,7 @@ def _four_bit_linear(kernels: ctypes.CDLL, group: int, weight: torch.Tensor) -> 
     units = units_of(FourBitRows(codes, scales, zeros, group))
     if units is None:
         raise ValueError(f"group {group} does not consist of whole units")
-    linear = KernelLinear(kernels, units.kind, units, None, 1)
-    collapse([linear.packed])
-    return linear
+    return KernelLinear(kernels, units.kind, units, None, 1, weights.zeros)
 
 
 def thread_seconds(copies: list[Call], x: torch.Tensor) -> float:
@@ -120,11 +116,13 @@ def measure(layer: Layer, working_set: int, args: argparse.Namespace) -> Iterato
     dtype = getattr(torch, args.numbers)
     weight = (torch.randn(layer.out_features, layer.in_features) / layer.in_features**0.5).to(dtype)
     num_copies = max(1, working_set // (weight.numel() * weight.element_size()))
-    makers = implementations(args.paths.split(","), args.numbers)
+    weights = WeightMemory()
+    makers = implementations(args.paths.split(","), args.numbers, weights)
     copies = {
         name: [make(weight) for _ in range(num_copies * (4 if name.endswith(("int4", "fp4")) else 1))]
         for name, make in makers.items()
     }
+    collapse(weights.take())  # as after a load
     for n in map(int, args.rows.split(",")):
         if layer.name == "head" and n > MAX_HEAD_ROWS:
             continue

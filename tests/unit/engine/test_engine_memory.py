@@ -14,7 +14,15 @@ import torch
 
 from worker_svc.engine.cpu import backend as cpu_backend
 from worker_svc.engine.cpu.backends import make_backend
-from worker_svc.engine.kernels.memory import HUGE_PAGE, MADV_COLLAPSE, aligned_zeros, collapse, lazy_zeros
+from worker_svc.engine.kernels.memory import (
+    HUGE_PAGE,
+    MADV_COLLAPSE,
+    MAPPED_AT_ONCE,
+    WeightMemory,
+    aligned_zeros,
+    collapse,
+    lazy_zeros,
+)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, HUGE_PAGE - 1, HUGE_PAGE, 2 * HUGE_PAGE + 4097])
@@ -71,14 +79,27 @@ def can_collapse() -> bool:
     return sys.platform == "linux" and not ctypes.CDLL(None).madvise(*advice)
 
 
+def test_weights_smaller_than_a_huge_page_share_one() -> None:
+    memory = WeightMemory()
+    weights = [memory.zeros(num_bytes) for num_bytes in (100, HUGE_PAGE - 128)]
+    assert weights[0].data_ptr() % HUGE_PAGE == 0
+    assert weights[1].data_ptr() == weights[0].data_ptr() + 128
+    large = memory.zeros(MAPPED_AT_ONCE + 1)
+    assert [len(part) for part in memory.take()] == [HUGE_PAGE, MAPPED_AT_ONCE + 1]
+    assert not memory.take()
+    weights.append(memory.zeros(100).fill_(1))
+    assert not any(part.any() for part in (*weights[:2], large))
+
+
 def test_the_weights_of_a_loaded_model_move_to_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the background: a load does not wait for huge pages, which a virtual machine may have to get from its host."""
     moved: queue.SimpleQueue[Sequence[torch.Tensor]] = queue.SimpleQueue()
     monkeypatch.setattr(cpu_backend, "collapse", moved.put)
     backend = make_backend("cpu", 1, "exact")
     linears = [backend.make_linear(torch.zeros(32, 64), None) for _ in range(2)]
-    del linears[0]
     backend.end_load()
-    assert [memory.data_ptr() for memory in moved.get(timeout=60)] == [linears[0].packed.data_ptr()]
+    (memory,) = moved.get(timeout=60)
+    assert memory.data_ptr() == linears[0].packed.data_ptr()
+    assert len(memory) == sum(len(linear.packed) for linear in linears)
     backend.end_load()
     assert moved.get(timeout=60) == []

@@ -6,7 +6,6 @@ import ctypes
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +33,9 @@ from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.cpu.fused import ACTIVATIONS, NORM_KINDS, FusedModel, fuse, latent_struct, pointer
 from worker_svc.engine.cpu.recurrent import recurrence_struct, state_rows_struct
 from worker_svc.engine.kernels.build import load_kernels
-from worker_svc.engine.kernels.four_bits import FourBitRows, units_of
+from worker_svc.engine.kernels.four_bits import FourBitRows, FourBitUnits, units_of
 from worker_svc.engine.kernels.linear import BFLOAT16, FLOAT32, INT8, KernelLinear, address_of
-from worker_svc.engine.kernels.memory import collapse
+from worker_svc.engine.kernels.memory import WeightMemory, collapse
 from worker_svc.engine.kernels.torch_linear import Int8Rows, check_int8_width
 from worker_svc.engine.recurrent import RecurrentWeights, StatePool
 from worker_svc.engine.sampling.processors import ProcessedRows
@@ -143,7 +142,7 @@ class CpuBackend:
         self.formats: set[str] = set()
         self._quantize = quantize
         self._threads = threads
-        self._loaded: WeakSet[KernelLinear] = WeakSet()  # since the last `end_load`
+        self._weights = WeightMemory()
         self._addresses: _Addresses | None = None
         self._column_names = self._kernels.quire_sampling_columns().decode().split()
         self._columns: tuple[Mapping[str, npt.NDArray[Any]], ctypes.Array[ctypes.c_void_p]] | None = None
@@ -154,26 +153,25 @@ class CpuBackend:
         return self._addresses
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return self._added(KernelLinear(self._kernels, self._kind_of(weight), weight, bias, self._threads))
+        return self._kernel_linear(self._kind_of(weight), weight, bias)
 
     def make_int8_linear(self, rows: Int8Rows, bias: torch.Tensor | None) -> Linear:
-        return self._added(KernelLinear(self._kernels, INT8, rows, bias, self._threads))
+        return self._kernel_linear(INT8, rows, bias)
 
     def make_four_bit_linear(self, rows: FourBitRows, bias: torch.Tensor | None) -> Linear | None:
         units = None if self._quantize else units_of(rows)
         if units is None:
             return None
         self.formats.add("int4" if rows.zeros is not None else "fp4")
-        return self._added(KernelLinear(self._kernels, units.kind, units, bias, self._threads))
+        return self._kernel_linear(units.kind, units, bias)
 
-    def _added(self, linear: KernelLinear) -> KernelLinear:
-        self._loaded.add(linear)
-        return linear
+    def _kernel_linear(
+        self, kind: int, weight: torch.Tensor | Int8Rows | FourBitUnits, bias: torch.Tensor | None
+    ) -> KernelLinear:
+        return KernelLinear(self._kernels, kind, weight, bias, self._threads, self._weights.zeros)
 
     def end_load(self) -> None:
-        packed = [linear.packed for linear in self._loaded]
-        self._loaded.clear()
-        threading.Thread(target=collapse, args=(packed,), name="huge-pages", daemon=True).start()
+        threading.Thread(target=collapse, args=(self._weights.take(),), name="huge-pages", daemon=True).start()
 
     def _kind_of(self, weight: torch.Tensor) -> int:
         if self._quantize == "int8":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy.typing as npt
@@ -49,6 +50,7 @@ class KernelLinear:
         weight: torch.Tensor | Int8Rows | FourBitUnits,
         bias: torch.Tensor | None,
         threads: int,
+        zeros: Callable[[int], torch.Tensor] = aligned_zeros,
     ) -> None:
         self._out_features, self._in_features = _shape_of(weight)
         self._multiply = kernels.quire_linear
@@ -58,11 +60,11 @@ class KernelLinear:
         self._unit, self._order = 0, None
         if isinstance(weight, FourBitUnits):
             self._unit, self._order = weight.unit, weight.order
-            self.packed = aligned_zeros(kernels.quire_linear_4bit_bytes(kind, *weight.codes.shape, weight.unit))
+            self.packed = zeros(kernels.quire_linear_4bit_bytes(kind, *weight.codes.shape, weight.unit))
             self._scales = torch.zeros(0)
             self._pack_units(kernels, weight)
         else:
-            self.packed = aligned_zeros(kernels.quire_linear_packed_bytes(kind, self._out_features, self._in_features))
+            self.packed = zeros(kernels.quire_linear_packed_bytes(kind, self._out_features, self._in_features))
             self._scales = torch.zeros(self._out_features + (-self._out_features % PANEL))
             if isinstance(weight, Int8Rows):
                 self._pack_steps(kernels, weight)

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 
 HUGE_PAGE = 2 << 20  # of x86, and of ARM with pages of 4 KiB
+CACHE_LINE = 64
+MAPPED_AT_ONCE = 64 << 20  # for weights; a page that no weight fills takes no memory
 MADV_DONTNEED, MADV_HUGEPAGE, MADV_COLLAPSE = 4, 14, 25  # of Linux; the last since 6.1
 
 
@@ -42,9 +44,32 @@ def release(zeros: torch.Tensor) -> None:
     _advise(zeros.flatten().view(torch.uint8), MADV_DONTNEED)
 
 
+class WeightMemory:
+    """Memory for weights, one behind the other, so that those smaller than a huge page share one."""
+
+    def __init__(self) -> None:
+        self._mapped, self._num_used = torch.zeros(0, dtype=torch.uint8), 0
+        self._full: list[torch.Tensor] = []
+
+    def zeros(self, num_bytes: int) -> torch.Tensor:
+        """Zeros [num_bytes] from the start of a cache line on."""
+        if num_bytes > len(self._mapped) - self._num_used:
+            self._full.append(self._mapped[: self._num_used])
+            self._mapped, self._num_used = aligned_zeros(max(num_bytes, MAPPED_AT_ONCE)), 0
+        start = self._num_used
+        self._num_used = min(start + num_bytes + -num_bytes % CACHE_LINE, len(self._mapped))
+        return self._mapped[start : start + num_bytes]
+
+    def take(self) -> list[torch.Tensor]:
+        """All that was given since the last call, for `collapse`."""
+        taken = [part for part in (*self._full, self._mapped[: self._num_used]) if len(part)]
+        self._mapped, self._num_used, self._full = torch.zeros(0, dtype=torch.uint8), 0, []
+        return taken
+
+
 def collapse(memory: Sequence[torch.Tensor]) -> None:
-    """Move what `aligned_zeros` returned, and was written since, to huge pages. Contents stay; readers wait for a page
-    while it is moved.
+    """Move memory of these functions that was written since to huge pages. Contents stay; readers wait for a page while
+    it is moved.
     """
     for zeros in memory:
         _advise(zeros, MADV_HUGEPAGE)  # a system without the next advice moves them in its own time
