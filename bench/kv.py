@@ -2,7 +2,7 @@
 """Blocks that move: what a restart, a small pool and a busy holder cost with and without tiers and transfers.
 
     make bench-kv
-    python bench/kv.py [--prefill-tokens-per-s 5000]
+    python bench/kv.py [--prefill-tokens-per-s 5000] [--transport] [--realtime]
 
 Simulated workers with real services around them: a step takes its simulated time, blocks are small. So the figures show
 what is computed and how long the decisions and messages take. `transport` shows the speed of bytes, with 64 blocks of
@@ -19,7 +19,8 @@ gRPC over loopback and by shared memory, all copies and xxh3 checksums included.
     moves          of all runs: their number, and by how much they took longer than computing: together, and a bound of
                    the 99th percentile
 
-The last line is one JSON object. Run it on an idle machine.
+The last line is one JSON object. Run it on an idle machine. --transport measures only the speed of bytes; --realtime
+(requires root) takes precedence over other programs.
 """
 
 from __future__ import annotations
@@ -28,18 +29,23 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import re
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
 
+import svc_common  # noqa: F401  (gRPC gets its poller)
+
+# isort: split
 import grpc
 import numpy as np
 from quire.internal.v1 import worker_pb2
@@ -52,7 +58,7 @@ from bench.machine import describe
 from prefix_index.hashing import layout_digest
 from step_protocol.columns import u32_to_bytes
 from svc_common.channels import BULK_OPTIONS
-from svc_common.serve import CHANNEL_OPTIONS, SERVER_OPTIONS
+from svc_common.serve import CHANNEL_OPTIONS, SERVER_OPTIONS, run_service
 from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisServer
 from tests.processes.stack import Service, Stack, is_ready
@@ -83,8 +89,10 @@ def payload_blocks(*, is_source: bool) -> MovableBlocks:
 class PoolOnly(SimpleNamespace):
     """In place of the executor of a worker without a model: a pool, whose writes wait for no step."""
 
+    model_thread = ThreadPoolExecutor(1)
+
     async def write_blocks(self, lease: object, after_step_id: int, write: Callable[[], None]) -> None:
-        write()
+        await asyncio.get_running_loop().run_in_executor(self.model_thread, write)
 
 
 def open_bulk(address: str, worker_id: str) -> grpc.aio.Channel:
@@ -125,7 +133,7 @@ def serve_blocks(pipe: Connection, *, shares: bool, nixl: bool) -> None:
         pipe.send(port)
         await asyncio.get_running_loop().run_in_executor(None, pipe.poll, None)
 
-    asyncio.run(serve())
+    run_service(serve())
 
 
 async def fetch_speed(*, shares: bool = False, nixl: bool = False) -> float:
@@ -142,7 +150,7 @@ async def fetch_speed(*, shares: bool = False, nixl: bool = False) -> float:
     request.source.worker_id, request.source.address = "source", f"127.0.0.1:{port}"
     request.source.worker_epoch, request.source.block_ids = 1, ids
     best = float("inf")
-    for _ in range(5):
+    for _ in range(15):
         started = time.perf_counter()
         response = await target.fetch(request)
         best = min(best, time.perf_counter() - started)
@@ -379,7 +387,7 @@ async def _chat(client: AsyncClient, number: int, gaps: list[float]) -> None:
             before = now
 
 
-async def measure(pace: float) -> dict[str, Any]:
+async def measure(pace: float, *, is_transport_only: bool) -> dict[str, Any]:
     sim: tuple[str, ...] = ("--executor", "sim", "--sim-step-ms", "2", "--sim-prefill-tokens-per-s", str(pace))
     sim += ("--max-model-len", "24000", "--block-size", str(BLOCK_SIZE))
     slow = (*sim, "--sim-step-ms", "20")
@@ -396,8 +404,11 @@ async def measure(pace: float) -> dict[str, Any]:
         disk = ("--kv-disk", str(folder / "tier"), "--kv-disk-size", "1G")
         other = ("--kv-disk", str(folder / "other"), "--kv-disk-size", "1G")
         lost = Lost()
+        speeds = {"transport_gb_per_s": await transport(new())}
+        if is_transport_only:
+            return speeds
         found = {
-            "transport_gb_per_s": await transport(new()),
+            **speeds,
             "restart_s": {"none": await restart(new(), sim), "disk": await restart(new(), sim, *disk)},
             "small_pool": {
                 "none": await small_pool(new(), sim, lost, quarter),
@@ -426,8 +437,13 @@ async def measure(pace: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prefill-tokens-per-s", type=float, default=5000.0)
+    parser.add_argument("--transport", action="store_true", help="measure only the speed of bytes")
+    parser.add_argument("--realtime", action="store_true", help="use real-time priority (requires root)")
     args = parser.parse_args()
-    print(json.dumps({"machine": describe(), "kv": asyncio.run(measure(args.prefill_tokens_per_s))}))
+    if args.realtime:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    found = run_service(measure(args.prefill_tokens_per_s, is_transport_only=args.transport))
+    print(json.dumps({"machine": describe(), "kv": found}))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from worker_svc.kv_store.block_store import READ_BYTES, BlockStore, Committed
 from worker_svc.kv_store.disk_tier import DiskTier
 from worker_svc.kv_store.memory_tier import MemoryTier
 from worker_svc.kv_store.nixl_memory import REST_S, NixlAgent, NixlError
-from worker_svc.kv_store.outlets import MESSAGE_BYTES, Answer, Messages, Outlet, OverNixl, Shared
+from worker_svc.kv_store.outlets import Answer, Messages, Outlet, OverNixl, Shared
 from worker_svc.kv_store.record import BadRecordError, Found, Origin, RecordFormat, WantedBlock
 from worker_svc.kv_store.shared_memory import SharedMemory, find_shared_memory
 from worker_svc.kv_store.tier import Tier
@@ -565,7 +565,7 @@ class WorkerBlocks:
         """The answers for each part of the wanted blocks, which one thread makes one after the other."""
         loop = asyncio.get_running_loop()
         outlet = self._outlet(request, sum(records.of(block).num_bytes for block, _ in wanted))
-        for of_part, found in records.parts([block for block, _ in wanted], MESSAGE_BYTES):
+        for of_part, found in records.parts([block for block, _ in wanted], outlet.part_bytes):
             yield loop.run_in_executor(self._senders, self._pack_part, outlet, of_part, wanted[found])
 
     def _pack_part(self, outlet: Outlet, records: RecordFormat, wanted: Sequence[tuple[int, bytes]]) -> list[Answer]:

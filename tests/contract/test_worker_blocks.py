@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -110,6 +112,12 @@ def num_equal(target: Served, source: Served) -> int:
     return equal.index(False) if False in equal else NUM_MOVED
 
 
+def answer_each(source: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block has an answer of its own."""
+    for outlet in (outlets.Messages, outlets.Shared, outlets.OverNixl):
+        monkeypatch.setattr(outlet, "part_bytes", source.blocks._records.num_bytes)
+
+
 @pytest.fixture(params=["shared", "sent", "nixl"])
 async def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Served, Served]]:
     """With records in shared memory, and as if the workers were on two hosts."""
@@ -175,12 +183,30 @@ async def test_memory_is_shared_again_and_by_its_name_only(pair: tuple[Served, S
     assert find_shared_memory(memory.pid, memory.descriptor, memory.name, 1 << 16) is None
 
 
+def test_memory_of_a_killed_reader_is_gone() -> None:
+    code = f"""
+import time
+from {SharedMemory.__module__} import SharedMemory
+memory = SharedMemory(1 << 16)
+print(memory.pid, memory.descriptor, memory.name, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as reader:
+        pid, descriptor, name = reader.stdout.readline().split()
+        mapped = find_shared_memory(int(pid), int(descriptor), name, 1 << 16)
+        reader.kill()
+    assert mapped is not None
+    mapped[5] = 7  # a source that writes meanwhile does not fail
+    assert find_shared_memory(int(pid), int(descriptor), name, 1 << 16) is None
+    assert not [path for path in Path("/dev/shm").iterdir() if name in path.name]
+
+
 async def test_records_that_are_larger_than_a_message_arrive_in_pieces(
     pair: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = pair
-    for module in (worker_blocks, outlets):
-        monkeypatch.setattr(module, "MESSAGE_BYTES", source.blocks._records.num_bytes - 1)
+    monkeypatch.setattr(outlets, "MESSAGE_BYTES", source.blocks._records.num_bytes - 1)
+    answer_each(source, monkeypatch)
     response = await target.stub.FetchBlocks(order(target, source))
     assert (response.num_fetched, response.message) == (NUM_MOVED, "")
     assert num_equal(target, source) == NUM_MOVED
@@ -192,7 +218,7 @@ async def test_several_calls_write_to_the_same_memory(
     source, target = pair
     num_bytes = source.blocks._records.num_bytes
     monkeypatch.setattr(worker_blocks, "CALL_BYTES", 3 * num_bytes)
-    monkeypatch.setattr(worker_blocks, "MESSAGE_BYTES", num_bytes)
+    answer_each(source, monkeypatch)
     assert (await target.stub.FetchBlocks(order(target, source))).num_fetched == NUM_MOVED
     assert num_equal(target, source) == NUM_MOVED
 
@@ -212,7 +238,7 @@ async def test_a_block_that_the_source_has_given_away_ends_the_fetch(
 
     monkeypatch.setattr(RecordFormat, "pack", noted)
     if is_part:
-        monkeypatch.setattr(worker_blocks, "MESSAGE_BYTES", source.blocks._records.num_bytes)
+        answer_each(source, monkeypatch)
     response = await target.stub.FetchBlocks(request)
     assert response.num_fetched == num_equal(target, source) == 4
     assert packed == [0, 1, 2, 3, 4], "what follows would be written to memory that may have been given back"
@@ -252,7 +278,7 @@ async def test_a_source_that_dies_in_the_middle_leaves_the_blocks_before(
 ) -> None:
     source, target = pair
     pack = RecordFormat.pack
-    monkeypatch.setattr(worker_blocks, "MESSAGE_BYTES", source.blocks._records.num_bytes)
+    answer_each(source, monkeypatch)
 
     def dying(records: RecordFormat, digest: bytes, origin: Origin, into: Any) -> bool:
         if origin.block_id == 3:

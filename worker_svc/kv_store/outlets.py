@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 from quire.internal.v1.worker_pb2 import NixlMemory, ReadBlocksResponse
@@ -12,7 +12,8 @@ from quire.internal.v1.worker_pb2 import NixlMemory, ReadBlocksResponse
 from worker_svc.kv_store.nixl_memory import NixlAgent
 from worker_svc.wire import records_to_wire
 
-MESSAGE_BYTES = 8 << 20  # some records, or a piece of one
+MESSAGE_BYTES = 2 << 20  # a few records, or a piece of one: gRPC copies it several times, in the cache of a core
+PART_BYTES = 8 << 20  # of records that are written to memory of the caller before it is told
 
 Pack = Callable[[memoryview], int]  # writes records, and returns how many
 Answer: TypeAlias = "ReadBlocksResponse | bytes"  # bytes: serialized
@@ -21,6 +22,7 @@ Answer: TypeAlias = "ReadBlocksResponse | bytes"  # bytes: serialized
 class Outlet(Protocol):
     """For one call."""
 
+    part_bytes: ClassVar[int]  # of records, for one `send`
     has_ended: bool  # a wanted block was not there
 
     def send(self, pack: Pack, most: int, size: int) -> tuple[int, list[Answer]]:
@@ -33,6 +35,7 @@ class Outlet(Protocol):
 class Messages:
     """For a caller whose memory this process cannot write to."""
 
+    part_bytes: ClassVar[int] = MESSAGE_BYTES
     has_ended: bool = False
 
     def send(self, pack: Pack, most: int, size: int) -> tuple[int, list[Answer]]:
@@ -46,6 +49,7 @@ class Messages:
 class Shared:
     """For a caller on this host."""
 
+    part_bytes: ClassVar[int] = PART_BYTES
     memory: memoryview  # what is left of it
     has_ended: bool = False
 
@@ -59,6 +63,7 @@ class Shared:
 class OverNixl:
     """For a caller on another host that NIXL reaches. Raises NixlError."""
 
+    part_bytes: ClassVar[int] = PART_BYTES
     agent: NixlAgent
     memory: NixlMemory
     num_written: int = 0  # bytes
