@@ -151,7 +151,7 @@ def test_eos_falls_back_to_the_config(folder, rewrite_config):
     (folder / "generation_config.json").unlink()
     assert load(folder).info.eos_token_ids == (2,)
     assert load(folder).info.default_sampling.temperature == 1.0
-    for bad in ("two", -1, [2, -1]):
+    for bad in ("two", -1, [2, -1], 10**12):
         rewrite_config(folder, eos_token_id=bad)
         with pytest.raises(ValueError, match="eos_token_id must be a token id"):
             load(folder)
