@@ -9,7 +9,7 @@ from pathlib import Path
 
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.features import check_features
-from worker_svc.engine.checkpoint.model_folder import CheckpointError, decoder_config, read_object
+from worker_svc.engine.checkpoint.model_folder import CheckpointError, decoder_config, read_config
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.engines import is_decoder
@@ -21,7 +21,7 @@ def check_gpu(folder: Path) -> None:
 
     find_device(EngineConfig(folder, backend="cuda"))
     if is_decoder(folder):
-        check_features(parse_config(decoder_config(read_object(folder / "config.json"))).features(), "cuda")
+        check_features(parse_config(decoder_config(read_config(folder))).features(), "cuda")
 
 
 def main(argv: list[str]) -> int:

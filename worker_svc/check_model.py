@@ -13,7 +13,7 @@ from pathlib import Path
 from hub_models.find import HubError, find_model, parse_name
 from worker_svc.engine.checkpoint.families import architecture_of
 from worker_svc.engine.checkpoint.field_types import check_types
-from worker_svc.engine.checkpoint.model_folder import CheckpointError, check_weight_files, decoder_config, read_object
+from worker_svc.engine.checkpoint.model_folder import CheckpointError, check_weight_files, decoder_config, read_config
 from worker_svc.engine.checkpoint.quantization_config import QuantizationConfig, quantization_of
 from worker_svc.engine.encoder.families import check_encoder, encoder_of
 from worker_svc.engine.encoder_decoder.config import is_encoder_decoder, parse_encoder_decoder
@@ -29,7 +29,7 @@ def check_model(folder: Path) -> None:
 
 def check_config(folder: Path) -> QuantizationConfig | None:
     """Raises CheckpointError for an architecture, a quantization or a type of a field that is not supported."""
-    config = read_object(folder / "config.json")
+    config = read_config(folder)
     if is_encoder_decoder(config):
         parse_encoder_decoder(config)
         return None

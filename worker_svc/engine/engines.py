@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from worker_svc.engine.backend import BackendUnavailableError, NoDeviceError
-from worker_svc.engine.checkpoint.model_folder import decoder_config, read_object
+from worker_svc.engine.checkpoint.model_folder import decoder_config, read_config
 from worker_svc.engine.config import CPU_SIZES, EngineConfig
 from worker_svc.engine.encoder.families import encoder_of
 from worker_svc.engine.encoder_decoder.config import is_encoder_decoder
@@ -87,7 +87,7 @@ def follow(config: EngineConfig, connect: Callable[[Facts], Leader]) -> None:
 
 def is_decoder(folder: Path) -> bool:
     """Whether the model of a folder is neither an encoder nor an encoder-decoder. Raises CheckpointError."""
-    config = decoder_config(read_object(folder / "config.json"))
+    config = decoder_config(read_config(folder))
     return encoder_of(config) is None and not is_encoder_decoder(config)
 
 

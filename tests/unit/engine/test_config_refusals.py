@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.unit.engine.models import ARCHITECTURES, make_config
+from worker_svc.check_model import check_config
 from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.field_types import LIMITS, TYPE_OF
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
@@ -71,6 +74,21 @@ def test_a_number_of_another_type_in_a_rotation_is_refused(kind, field):
         parse_config(make_config("olmo3") | {kind: nested})
     with pytest.raises(CheckpointError, match=rf"{kind}\.{field}: config.json must hold a number"):
         parse_config(make_config("llama") | {kind: nested["full_attention"]})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": "LlamaForCausalLM"}, "architectures: config.json must hold a list of names"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures: config.json must hold a list of names"),
+        ({"architectures": 5}, "architectures: config.json must hold a list of names, found 5"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings: config.json must hold true or false, found 'false'"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_before_weights_are_downloaded(tmp_path, fields, message):
+    (tmp_path / "config.json").write_text(json.dumps(make_config("llama") | fields))
+    with pytest.raises(CheckpointError, match=message):
+        check_config(tmp_path)
 
 
 @pytest.mark.parametrize("field", LIMITS)

@@ -61,6 +61,15 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model. Raises CheckpointError, also for `architectures` that are not names."""
+    config = read_object(folder / "config.json")
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"architectures: config.json must hold a list of names, found {names!r}")
+    return config
+
+
 def read_objects(path: Path) -> list[dict[str, Any]]:
     """A JSON file with a list of objects. Raises CheckpointError."""
     try:

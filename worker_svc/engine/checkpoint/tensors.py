@@ -17,6 +17,7 @@ from worker_svc.engine.checkpoint.model_folder import (
     WEIGHT_DTYPES,
     CheckpointError,
     decoder_config,
+    read_config,
     read_object,
     read_weight_map,
     tensor_name,
@@ -39,7 +40,7 @@ class Checkpoint:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder; give the folder that holds config.json")
         self.folder = folder
-        self.config = decoder_config(read_object(folder / "config.json"))
+        self.config = decoder_config(read_config(folder))
         self.has_generation_config = (folder / GENERATION_FILE).exists()
         self.generation_config = read_object(folder / GENERATION_FILE) if self.has_generation_config else {}
         self._weight_map = read_weight_map(folder)
