@@ -66,7 +66,7 @@ BAD_CONFIGS = {
     "quantization": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "hidden_size": ({"hidden_size": None}, "hidden_size"),
     "hidden_act": ({"hidden_act": "relu6"}, "hidden_act: 'relu6'"),
-    "rope type": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type: 'dynamic'"),
+    "rope type": ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4}}, "rope_type: 'ntk'"),
     "rope factor": ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
     "partial rotary": ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
     "kv heads": ({"num_key_value_heads": 3}, "num_key_value_heads"),
