@@ -101,13 +101,17 @@ def _int4_variants(t: str) -> Iterator[Variant]:
 def _route_variants(t: str) -> Iterator[Variant]:
     i, f = "*i32", "*fp32"
     constants = {"TOP_K": TOP_K, "EXPERTS": NUM_EXPERTS, "RANKS": TOP_K, "NORMALIZED": True}
-    yield Variant("experts route", route.route_kernel, f"{t} {i} {f} i32", constants, 1)
+    whole = {"SIGMOID": False, "CORRECTED": False, "GROUP_SIZE": NUM_EXPERTS, "GROUPS": 1, "TOP_GROUPS": 1}
+    parts = {"SIGMOID": True, "CORRECTED": True, "GROUP_SIZE": NUM_EXPERTS // 8, "GROUPS": 8, "TOP_GROUPS": 4}
+    for name, choice in (("route", whole), ("route in groups", parts)):
+        arguments = f"{t} {f} {i} {f} i32 i32 fp32"
+        yield Variant(f"experts {name}", route.route_kernel, arguments, constants | choice | {"GROUP_BEST": 2}, 1)
     yield Variant("experts count", route.count_kernel, f"{i} {i} i32", {"BLOCK": route.BLOCK})
     for rows in (expert_linear.FEW_ROWS.rows, expert_linear.MANY_ROWS.rows):
         tile = {"ROWS": rows, "EXPERTS": NUM_EXPERTS, "BLOCK": route.BLOCK}
         yield Variant(f"experts group {rows}", route.group_kernel, f"{i} {i} {i} {i} {i} i32 i32", tile)
-    added = {"TOP_K": TOP_K, "BLOCK": expert_linear.COLUMNS}
-    yield Variant("experts add", expert_linear.add_experts_kernel, f"{t} {f} {t} i32", added)
+    added = {"TOP_K": TOP_K, "SHARED": True, "GATED": True, "BLOCK": expert_linear.COLUMNS}
+    yield Variant("experts add", expert_linear.add_experts_kernel, f"{t} {f} {t} {t} {t} i32 i32", added)
 
 
 def _expert_variants(t: str) -> Iterator[Variant]:

@@ -50,6 +50,14 @@ MOE = CONFIG | {
     "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
 }  # fmt: skip
 EXPERTS = replace(EXACT, model=parse_config(MOE))
+SCORED_MOE = CONFIG | {
+    "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 9, "num_experts_per_tok": 3, "n_group": 3,
+    "topk_group": 2, "n_shared_experts": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 0,
+}  # fmt: skip
+SCORED = replace(EXACT, model=parse_config(SCORED_MOE))
+GATED = replace(EXACT, model=parse_config(MOE | {
+    "architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 40,
+}))  # fmt: skip
 FP8 = replace(EXACT, dtype=torch.float16, determinism="best_effort", has_scaled_cache=True)
 BIASED = replace(EXACT, model=parse_config(CONFIG | {"architectures": ["LlamaForCausalLM"]}), block_size=1)
 
@@ -78,9 +86,10 @@ def test_correct_kernels_pass(cases, setup):
 
 
 @pytest.mark.parametrize("determinism", ["exact", "best_effort"])
-def test_correct_kernels_of_experts_pass(determinism):
-    assert list(experts.expert_cases(EXPERTS))
-    check(experts.expert_cases, replace(EXPERTS, determinism=determinism))
+@pytest.mark.parametrize("setup", [EXPERTS, SCORED, GATED], ids=["softmax", "scored", "gated"])
+def test_correct_kernels_of_experts_pass(setup, determinism):
+    assert list(experts.expert_cases(setup))
+    check(experts.expert_cases, replace(setup, determinism=determinism))
 
 
 GEMMA2 = replace(EXACT, model=parse_config(CONFIG | {
@@ -171,9 +180,13 @@ ONE_WRONG_ELEMENT = [
     (weights.int4_cases, FP8, int4_linear, "weight.to(out_ptr", "(weight * (tile < 2)).to(out_ptr"),
     (weights.int4_cases, EXACT, int4_linear, "(words >> 20) & 15", "(words >> 20) & 7"),
     (
-        experts.expert_cases, EXPERTS, route, "left = tl.where(expert == best, -1.0, left)",
-        "left = tl.where(expert <= best, -1.0, left)",
+        experts.expert_cases, EXPERTS, route, 'left = tl.where(expert == best, float("-inf"), left)',
+        'left = tl.where(expert <= best, float("-inf"), left)',
     ),
+    (experts.expert_cases, SCORED, route, "(expert // SIZE == best)", "(expert // SIZE != best)"),
+    (experts.expert_cases, SCORED, route, "scores / total + tl.load", "scores / total - tl.load"),
+    (experts.expert_cases, SCORED, expert_linear, "        total += term\n", "        total -= term\n"),
+    (experts.expert_cases, GATED, expert_linear, "* (GATE + 1) + GATE", "* (GATE + 1)"),
     (experts.expert_cases, EXPERTS, route, "place += tl.sum(is_mine, 0)", "place += 0"),
     (
         experts.expert_cases, EXPERTS, expert_linear, "activation_of(total, KIND) * up_total",

@@ -15,12 +15,13 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL, run_forced, run_mixed, worst
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.quantized import fp8, gptq, quantize_model
 from tests.unit.engine.test_engine_models import check_against
-from worker_svc.engine.backend import Routing
+from worker_svc.engine.backend import ExpertLinears, Routing
 from worker_svc.engine.cpu import torch_ops
+from worker_svc.engine.decoder.layer import FeedForward
 from worker_svc.engine.gpu.kernels import activation, expert_linear, route
 from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights
 from worker_svc.engine.gpu.kernels.scaled_linear import Fp8Weight, quantized
-from worker_svc.engine.gpu.layers.experts import StackedExperts, compute_experts
+from worker_svc.engine.gpu.layers.experts import StackedExperts, compute_experts, torch_experts
 from worker_svc.engine.gpu.layers.linears import DeviceLinears
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -31,20 +32,37 @@ def random(*size, seed=0, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("is_normalized", [True, False])
-@pytest.mark.parametrize(("num_experts", "top_k"), [(5, 2), (128, 8), (4, 4), (1, 1)])
-def test_experts_are_chosen_as_in_torch(num_experts, top_k, is_normalized):
-    logits = random(9, num_experts)
+@pytest.mark.parametrize("has_correction", [True, False])
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(5, 2, True),
+        Routing(128, 8, True, scale=2.5),
+        Routing(4, 4, True, shared="whole"),
+        Routing(1, 1, True),
+        Routing(9, 3, True, is_sigmoid=True, num_groups=3, top_groups=2, shared="gated"),
+        Routing(48, 6, True, is_sigmoid=True, num_groups=6, top_groups=2, group_best=3, scale=0.5),
+        Routing(6, 2, True, num_groups=6, top_groups=3, group_best=1),
+    ],
+)
+def test_experts_are_chosen_as_in_torch(routing, has_correction, is_normalized):
+    routing = replace(routing, is_normalized=is_normalized)
+    logits = random(9, routing.num_logits)
     logits[3] = 0.25  # all are equal: the lowest indices
-    found = route.route(logits, top_k, is_normalized=is_normalized)
-    expected = route.reference(logits, top_k, is_normalized=is_normalized)
+    correction = random(routing.num_experts, seed=1) if has_correction else None
+    found = route.route(logits, routing, correction)
+    expected = route.reference(logits, routing, correction)
     assert torch.equal(found.experts, expected.experts)
     assert torch.allclose(found.shares, expected.shares, atol=1e-6)
+    shares, chosen = torch_ops.route(logits.cpu(), routing, None if correction is None else correction.cpu())
+    assert torch.equal(found.experts.cpu(), chosen[:, : routing.top_k].int())
+    assert torch.allclose(found.shares.cpu(), shares[:, : routing.top_k], atol=1e-6)
 
 
 def test_rows_of_padding_choose_experts_that_exist():
     logits = random(4, 6)
     logits[0], logits[1, 2], logits[2] = torch.nan, torch.inf, -torch.inf
-    found = route.route(logits, 3, is_normalized=True)
+    found = route.route(logits, Routing(6, 3, True), None)
     for row in found.experts.tolist():
         assert len(set(row)) == 3
         assert all(0 <= expert < 6 for expert in row)
@@ -70,8 +88,10 @@ def test_tiles_hold_each_pair_once_with_its_expert(monkeypatch, num_tokens, tile
     assert len(lines) <= len(tiles.experts)
 
 
-def make_experts(num_experts, hidden, inner, top_k, *, determinism="exact", dtype=torch.float32, scales=None):
-    """`scales`: row or group, for experts in fp8."""
+def make_experts(
+    num_experts, hidden, inner, top_k, *, determinism="exact", dtype=torch.float32, scales=None, kind="none"
+):
+    """`scales`: row or group, for experts in fp8. `kind`: of the shared expert."""
     linears = DeviceLinears(determinism, dtype)
     weights, views = [], []
     for seed, (out_size, in_size) in enumerate([(2 * inner, hidden), (hidden, inner)]):
@@ -85,7 +105,12 @@ def make_experts(num_experts, hidden, inner, top_k, *, determinism="exact", dtyp
         stacked = (torch.stack([getattr(row, field) for row in rows]) for field in ("steps", "scales"))
         weights.append(ExpertWeights(*stacked, group))
         views.append([linears.make_fp8_linear(row, None) for row in rows])
-    return StackedExperts(*views, Routing(num_experts, top_k, True), None, True, *weights, determinism == "exact")
+    routing = Routing(num_experts, top_k, True, shared=kind)
+    shared = None
+    if kind != "none":
+        sizes = (random(2 * inner + 16, hidden, seed=3, dtype=dtype), random(hidden, inner + 8, seed=4, dtype=dtype))
+        shared = FeedForward(*(linears.make_linear(weight * weight.shape[1] ** -0.5, None) for weight in sizes))
+    return StackedExperts(*views, routing, None, True, *weights, determinism == "exact", 0, shared)
 
 
 def fp8_weight(weight, group):
@@ -99,14 +124,24 @@ def activated(gate_up, out, name):
     out.copy_(activation.reference(gate_up, name))
 
 
+def with_shared(experts):
+    """The linear layers of the experts, the shared one last."""
+    if experts.shared is None:
+        return experts.gate_up, experts.down
+    return [*experts.gate_up, experts.shared.gate_up], [*experts.down, experts.shared.down]
+
+
 @pytest.mark.parametrize("determinism", ["exact", "best_effort"])
 @pytest.mark.parametrize("scales", [None, "row", "group"])
-def test_sums_of_experts_match_torch(determinism, scales):
-    experts = make_experts(6, 64, 96, 3, determinism=determinism, scales=scales)
-    x, logits = random(9, 64), random(9, 6, seed=1)
+@pytest.mark.parametrize("kind", ["none", "whole", "gated"])
+def test_sums_of_experts_match_torch(determinism, scales, kind):
+    experts = make_experts(6, 64, 96, 3, determinism=determinism, scales=scales, kind=kind)
+    x, logits = random(9, 64), random(9, experts.routing.num_logits, seed=1)
     found = compute_experts(x, logits, experts, "silu")
     expected = torch.empty_like(x)
-    torch_ops.experts(x, logits, experts, SimpleNamespace(gated_activation=activated), "silu", expected)
+    whole = ExpertLinears(*with_shared(experts), experts.routing, None, is_gated=True)
+    torch_ops.experts(x, logits, whole, SimpleNamespace(gated_activation=activated), "silu", expected)
+    assert relative_error(torch_experts(x, logits, experts, "silu"), expected) < (1e-6 if scales is None else 0.01)
     assert relative_error(found, expected) < (1e-6 if scales is None else 0.01)
 
 
@@ -129,8 +164,8 @@ def test_shapes_follow_the_pairs_of_an_expert():
 
 
 def test_a_token_has_the_same_bits_alone_in_exact_mode():
-    experts = make_experts(4, 64, 40, 2)
-    x, logits = random(150, 64), random(150, 4, seed=1)
+    experts = make_experts(4, 64, 40, 2, kind="gated")
+    x, logits = random(150, 64), random(150, 5, seed=1)
     whole = compute_experts(x, logits, experts, "silu")
     for row in (0, 149):
         assert torch.equal(compute_experts(x[row : row + 1], logits[row : row + 1], experts, "silu")[0], whole[row])
@@ -140,10 +175,13 @@ MODELS = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
     "mixtral": {"num_local_experts": 5, "sliding_window": None},
 }
+SCORED = ("qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "ernie4_5_moe", "granite_moe_shared")  # or with shared ones
 
 
 @pytest.fixture
 def folder(tmp_path, request):
+    if request.param in SCORED:
+        return make_model(tmp_path / "model", request.param)
     return make_model(tmp_path / "model", request.param, **SMALL, **HEADS_4_2, **MODELS[request.param])
 
 
@@ -154,6 +192,7 @@ def folder(tmp_path, request):
         ("mixtral", "best_effort"),
         pytest.param("qwen3_moe", "best_effort", marks=pytest.mark.deep),
         pytest.param("mixtral", "exact", marks=pytest.mark.deep),
+        *((name, "exact") for name in SCORED),
     ],
     indirect=["folder"],
 )

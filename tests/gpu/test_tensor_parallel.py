@@ -101,9 +101,12 @@ def test_two_ranks_give_the_results_of_one(folder):
 @pytest.mark.parametrize(("architecture", "overrides"), [
     ("gemma2", SMALL | {"sliding_window": 7, "num_attention_heads": 4, "num_key_value_heads": 2}),
     ("gpt2", {"n_embd": 64, "n_inner": 40}),
+    ("qwen2_moe", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    ("glm4_moe", {"num_attention_heads": 4, "num_key_value_heads": 2}),
 ])  # fmt: skip
 def test_two_ranks_of_other_decoders_give_the_results_of_one(tmp_path, architecture, overrides):
-    """Norms of outputs and soft caps; fused, transposed and biased weights, learned positions."""
+    """Norms of outputs and soft caps; fused, transposed and biased weights, learned positions; whole experts of a rank
+    and, where their number is odd, parts of each, with parts of the shared one."""
     folder = make_model(tmp_path, architecture, **overrides | {"vocab_size": VOCAB})
     expected_tokens, expected, expected_pooled = run(DeviceDriver(load(folder)))
     runner = load(folder, tensor_parallel_size=2, make=ParallelRunner)

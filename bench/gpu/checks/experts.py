@@ -9,6 +9,7 @@ import torch
 
 from bench.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
 from worker_svc.engine.backend import Routing
+from worker_svc.engine.decoder.layer import FeedForward
 from worker_svc.engine.gpu.kernels import activation, expert_linear, route, scaled_linear
 from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights
 from worker_svc.engine.gpu.kernels.scaled_linear import FP8, Fp8Weight
@@ -28,24 +29,31 @@ def expert_cases(setup: Setup) -> Iterator[Case]:
     found = next((layer.experts for layer in setup.model.layers if layer.experts is not None), None)
     if found is None:
         return
-    routing = found.routing
+    routing, has_correction = found.routing, found.has_correction
     sizes = [(NUM_TOKENS, routing.num_experts)]
     if not setup.is_exact:
         sizes += [(num_tokens, routing.top_k) for num_tokens in MORE_TOKENS]  # every expert gets all tokens
     for is_fp8 in [False, True] if "fp8" in setup.formats else [False]:
         for num_tokens, num_experts in sizes:
-            experts = _experts(setup, replace(routing, num_experts=num_experts), is_fp8=is_fp8)
-            yield _case(setup, experts, num_tokens, num_experts)
+            groups = {} if num_experts == routing.num_experts else {"num_groups": 1}
+            part = replace(routing, num_experts=num_experts, **groups)
+            experts = _experts(setup, part, has_correction=has_correction, is_fp8=is_fp8)
+            yield _case(setup, experts, num_tokens)
 
 
-def _experts(setup: Setup, routing: Routing, *, is_fp8: bool) -> StackedExperts:
+def _experts(setup: Setup, routing: Routing, *, has_correction: bool, is_fp8: bool) -> StackedExperts:
     gate_up = setup.random(routing.num_experts, 2 * INNER, HIDDEN, seed=2) * HIDDEN**-0.5
     down = setup.random(routing.num_experts, HIDDEN, INNER, seed=3) * INNER**-0.5
-    linears = DeviceLinears("best_effort", setup.dtype)
+    linears = DeviceLinears(setup.determinism, setup.dtype)
     gate_up_views, down_views = ([linears.make_linear(part, None) for part in weight] for weight in (gate_up, down))
+    correction = 0.1 * setup.random(routing.num_experts, seed=4).float() if has_correction else None
+    shared = None
+    if routing.shared != "none":
+        weights = (setup.random(*size, seed=5) * size[1] ** -0.5 for size in ((2 * INNER, HIDDEN), (HIDDEN, INNER)))
+        shared = FeedForward(*(linears.make_linear(weight, None) for weight in weights))
     return StackedExperts(
-        *(gate_up_views, down_views, routing, None, True),
-        *(_weights(gate_up, is_fp8), _weights(down, is_fp8), setup.is_exact),
+        *(gate_up_views, down_views, routing, correction, True),
+        *(_weights(gate_up, is_fp8), _weights(down, is_fp8), setup.is_exact, 0, shared),
     )
 
 
@@ -57,29 +65,30 @@ def _weights(weight: torch.Tensor, is_fp8: bool) -> ExpertWeights:
     return ExpertWeights(steps, scales, weight.shape[2])
 
 
-def _case(setup: Setup, experts: StackedExperts, num_tokens: int, num_experts: int) -> Case:
-    x, logits = setup.random(num_tokens, HIDDEN), setup.random(num_tokens, num_experts, seed=1)
-    top_k, is_normalized = experts.routing.top_k, experts.routing.is_normalized
-    routes = route.reference(logits, top_k, is_normalized=is_normalized)
+def _case(setup: Setup, experts: StackedExperts, num_tokens: int) -> Case:
+    routing, activation_name = experts.routing, setup.model.activation
+    x, logits = setup.random(num_tokens, HIDDEN), setup.random(num_tokens, routing.num_logits, seed=1)
+    routes = route.reference(logits, routing, experts.correction)
     is_fp8 = experts.down_weights.scales is not None
 
     def run(first: int, last: int) -> Outputs:
         part = x[first:last].clone(), logits[first:last].clone()
-        chosen = route.route(part[1], top_k, is_normalized=is_normalized)
+        chosen = route.route(part[1], routing, experts.correction)
         return {
             "experts": chosen.experts, "shares": chosen.shares,
-            "output": compute_experts(*part, experts, setup.model.activation),
+            "output": compute_experts(*part, experts, activation_name),
         }  # fmt: skip
 
     return Case(
         "experts",
-        f"{num_experts} experts, {top_k} per token, [{num_tokens}, {HIDDEN}], {FP8 if is_fp8 else setup.dtype}",
+        f"{routing.num_experts} experts, {routing.top_k} per token, [{num_tokens}, {HIDDEN}], "
+        f"{FP8 if is_fp8 else setup.dtype}",
         range(num_tokens + 1),
         run,
         {
             "experts": routes.experts,
             "shares": routes.shares,
-            "output": _reference(x, routes, experts, setup.model.activation),
+            "output": _reference(x, routes, experts, activation_name) + _shared(x, logits, experts, activation_name),
         },
         # the inner numbers may be rounded to the other neighbour
         {"shares": 1e-4, "output": TOLERANCES[FP8] if is_fp8 else 2 * TOLERANCES[setup.dtype]},
@@ -96,6 +105,15 @@ def _reference(x: torch.Tensor, routes: route.Routes, experts: StackedExperts, n
         terms = [down[expert] @ part for expert, part in zip(chosen, inner, strict=True)]
         found.append((torch.stack(terms) * shares[:, None]).sum(0))
     return torch.stack(found)
+
+
+def _shared(x: torch.Tensor, logits: torch.Tensor, experts: StackedExperts, name: str) -> torch.Tensor | float:
+    """The output of the shared expert, as `_reference`."""
+    if experts.shared is None:
+        return 0.0
+    gate_up, down = (part.widened().double() for part in (experts.shared.gate_up, experts.shared.down))
+    output = activation.reference(x.double() @ gate_up.T, name) @ down.T
+    return output * logits[:, -1:].double().sigmoid() if experts.routing.shared == "gated" else output
 
 
 def _widened(weights: ExpertWeights) -> torch.Tensor:

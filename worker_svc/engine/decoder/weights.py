@@ -292,7 +292,11 @@ class WeightLoader:
         if not routing.is_float32:
             return self._linear(stored)
         weights = [self._weight(name, stored, roles).float() for name, roles in stored.tensors()]
-        return self._backend.make_linear(torch.cat(weights), None)
+        return self._backend.make_linear(self._placed(torch.cat(weights)), None)
+
+    def _placed(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Numbers in float32, where the model computes."""
+        return numbers
 
     def _correction(self, experts: Experts, prefix: str) -> torch.Tensor | None:
         if not experts.has_correction:
@@ -304,7 +308,7 @@ class WeightLoader:
             raise CheckpointError(
                 f"tensor {name} has shape {list(shape)}, but config.json requires {experts.routing.num_experts} numbers"
             )
-        return correction
+        return self._placed(correction)
 
     def _expected_names(self) -> list[str]:
         names, linears = self._names, []

@@ -111,7 +111,11 @@ def expert_linear_kernel(
 
 
 @triton.jit
-def add_experts_kernel(term_ptr, share_ptr, out_ptr, N, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def add_experts_kernel(
+    term_ptr, share_ptr, shared_ptr, logits_ptr, out_ptr, N, GATE,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """GATE: the index of the logit behind those of the experts."""
     if PDL:
         after_predecessor()
     row = tl.program_id(0).to(tl.int64)
@@ -122,6 +126,11 @@ def add_experts_kernel(term_ptr, share_ptr, out_ptr, N, TOP_K: tl.constexpr, BLO
         pair = row * TOP_K + rank
         term = tl.load(term_ptr + pair * N + column, mask=is_in, other=0.0).to(tl.float32)
         total += term * tl.load(share_ptr + pair)
+    if SHARED:
+        term = tl.load(shared_ptr + row * N + column, mask=is_in, other=0.0).to(tl.float32)
+        if GATED:
+            term /= 1.0 + tl.exp(-tl.load(logits_ptr + row * (GATE + 1) + GATE).to(tl.float32))
+        total += term
     tl.store(out_ptr + row * N + column, total.to(out_ptr.dtype.element_ty), mask=is_in)
 
 
@@ -175,12 +184,16 @@ def expert_linear(
     return out
 
 
-def add_experts(terms: torch.Tensor, routes: Routes) -> torch.Tensor:
-    """The sum [n, dim] of the outputs of each token's experts, terms [n * top_k, dim], times their shares."""
+def add_experts(
+    terms: torch.Tensor, routes: Routes, shared: torch.Tensor | None, logits: torch.Tensor, *, is_gated: bool
+) -> torch.Tensor:
+    """The sum [n, dim] of the outputs of each token's experts, terms [n * top_k, dim], times their shares, and of
+    the output of the shared expert [n, dim], times the sigmoid of the last logit if `is_gated`."""
     n, top_k = routes.experts.shape
     dim = terms.shape[1]
     out = terms.new_empty(n, dim)
     add_experts_kernel[(n, triton.cdiv(dim, COLUMNS))](
-        terms, routes.shares, out, dim, TOP_K=top_k, BLOCK=COLUMNS, num_warps=4, **dependent()
-    )
+        terms, routes.shares, terms if shared is None else shared, logits, out, dim, logits.shape[1] - 1,
+        TOP_K=top_k, SHARED=shared is not None, GATED=is_gated, BLOCK=COLUMNS, num_warps=4, **dependent(),
+    )  # fmt: skip
     return out

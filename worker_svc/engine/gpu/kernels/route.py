@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from worker_svc.engine.backend import Routing
 from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
@@ -18,7 +19,7 @@ BLOCK = 1024  # pairs that a program reads at a time
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The experts of n tokens, the largest share first; of equal ones the lower index first."""
+    """The experts of n tokens in the order of `Routing`, without the shared one."""
 
     experts: torch.Tensor  # int32 [n, top_k]
     shares: torch.Tensor  # float32 [n, top_k]
@@ -36,9 +37,33 @@ class ExpertTiles:
 
 
 @triton.jit
+def in_top_groups(
+    keys, expert, SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr, EXPERTS: tl.constexpr
+):
+    """keys, those outside of the best groups replaced by -inf. Groups have SIZE neighbours."""
+    place = tl.arange(0, EXPERTS)  # there are no more groups
+    sums = tl.full([EXPERTS], float("-inf"), tl.float32)
+    for group in range(GROUPS):
+        left = tl.where(expert // SIZE == group, keys, float("-inf"))
+        total = tl.max(left, 0)
+        for _ in range(BEST - 1):
+            left = tl.where(expert == tl.argmax(left, 0), float("-inf"), left)
+            total += tl.max(left, 0)
+        sums = tl.where(place == group, total, sums)
+    is_kept = expert < 0
+    for _ in range(TOP):
+        best = tl.argmax(sums, 0)
+        is_kept = is_kept | (expert // SIZE == best)
+        sums = tl.where(place == best, float("-inf"), sums)
+    return tl.where(is_kept, keys, float("-inf"))
+
+
+@triton.jit
 def route_kernel(
-    logits_ptr, expert_ptr, share_ptr, E,
+    logits_ptr, correction_ptr, expert_ptr, share_ptr, E, NUM_LOGITS, scale,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, NORMALIZED: tl.constexpr,
+    SIGMOID: tl.constexpr, CORRECTED: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -46,20 +71,27 @@ def route_kernel(
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     rank = tl.arange(0, RANKS)
-    logits = tl.load(logits_ptr + row * E + expert, mask=expert < E, other=float("-inf")).to(tl.float32)
-    weights = tl.exp(logits - tl.max(logits, 0))
-    weights = tl.where(weights == weights, weights, 0.0)  # a row with NaN chooses any experts; its result is NaN
-    left = tl.where(expert < E, weights, -1.0)
+    is_expert = expert < E
+    logits = tl.load(logits_ptr + row * NUM_LOGITS + expert, mask=is_expert, other=float("-inf")).to(tl.float32)
+    scores = 1.0 / (1.0 + tl.exp(-logits)) if SIGMOID else tl.exp(logits - tl.max(logits, 0))
+    scores = tl.where(scores == scores, scores, 0.0)  # a row with NaN chooses any experts; its result is NaN
+    total = 1.0 if SIGMOID else tl.maximum(tl.sum(scores, 0), 1e-30)
+    keys = scores
+    if CORRECTED:
+        keys = scores / total + tl.load(correction_ptr + expert, mask=is_expert, other=0.0)
+    left = tl.where(is_expert, keys, float("-inf"))
+    if GROUPS > 1:
+        left = in_top_groups(left, expert, GROUP_SIZE, GROUPS, TOP_GROUPS, GROUP_BEST, EXPERTS)
     chosen = tl.zeros([RANKS], tl.int32)
     top = tl.zeros([RANKS], tl.float32)
     for turn in range(TOP_K):
         best = tl.argmax(left, 0)
         chosen = tl.where(rank == turn, best.to(tl.int32), chosen)
-        top = tl.where(rank == turn, tl.max(left, 0), top)
-        left = tl.where(expert == best, -1.0, left)
-    divisor = tl.sum(top, 0) if NORMALIZED else tl.sum(weights, 0)
+        top = tl.where(rank == turn, tl.sum(tl.where(expert == best, scores, 0.0), 0), top)
+        left = tl.where(expert == best, float("-inf"), left)
+    divisor = tl.maximum(tl.sum(top, 0), 1e-30) if NORMALIZED else total
     tl.store(expert_ptr + row * TOP_K + rank, chosen, mask=rank < TOP_K)
-    tl.store(share_ptr + row * TOP_K + rank, top / tl.maximum(divisor, 1e-30), mask=rank < TOP_K)
+    tl.store(share_ptr + row * TOP_K + rank, top / divisor * scale, mask=rank < TOP_K)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -103,14 +135,18 @@ def group_kernel(
     tl.store(pair_ptr + rest, rest * 0 + num_pairs, mask=rest < end_tile * ROWS)
 
 
-def route(logits: torch.Tensor, top_k: int, *, is_normalized: bool) -> Routes:
-    """The experts of each token and their shares of the softmax over logits [n, num_experts]."""
-    n, num_experts = logits.shape
+def route(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None) -> Routes:
+    """The experts of each token and their shares, of logits [n, num_logits]."""
+    n, num_experts, top_k = len(logits), routing.num_experts, routing.top_k
     experts = torch.empty(n, top_k, dtype=torch.int32, device=logits.device)
     shares = torch.empty(n, top_k, dtype=torch.float32, device=logits.device)
+    size = num_experts // routing.num_groups
     route_kernel[(n,)](
-        logits, experts, shares, num_experts, TOP_K=top_k, EXPERTS=triton.next_power_of_2(num_experts),
-        RANKS=triton.next_power_of_2(top_k), NORMALIZED=is_normalized, num_warps=1, **dependent(),
+        logits, shares if correction is None else correction, experts, shares, num_experts, logits.shape[1],
+        routing.scale, TOP_K=top_k, EXPERTS=triton.next_power_of_2(num_experts), RANKS=triton.next_power_of_2(top_k),
+        NORMALIZED=routing.is_normalized, SIGMOID=routing.is_sigmoid, CORRECTED=correction is not None,
+        GROUP_SIZE=size, GROUPS=routing.num_groups, TOP_GROUPS=routing.top_groups,
+        GROUP_BEST=min(routing.group_best, size), num_warps=1, **dependent(),
     )  # fmt: skip
     return Routes(experts, shares)
 
@@ -131,10 +167,18 @@ def group(experts: torch.Tensor, num_experts: int, tile_rows: int) -> ExpertTile
     return ExpertTiles(pairs, tile_experts, num_tiles, tile_rows, num_pairs)
 
 
-def reference(logits: torch.Tensor, top_k: int, *, is_normalized: bool) -> Routes:
+def reference(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None) -> Routes:
     """As `route`, in torch."""
-    weights = torch.softmax(logits.double(), -1)
-    order = torch.sort(weights, dim=-1, descending=True, stable=True)
-    top = order.values[:, :top_k]
-    shares = top / top.sum(-1, keepdim=True) if is_normalized else top
-    return Routes(order.indices[:, :top_k].int(), shares.float())
+    wide = logits[:, : routing.num_experts].double()
+    scores = wide.sigmoid() if routing.is_sigmoid else wide.softmax(-1)
+    keys = scores if correction is None else scores + correction
+    if routing.num_groups > 1:
+        groups = keys.view(len(keys), routing.num_groups, -1)
+        best = groups.sort(dim=-1, descending=True).values[..., : routing.group_best].sum(-1)
+        kept = best.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_groups]
+        is_kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, kept, value=True)
+        keys = groups.masked_fill(~is_kept[..., None], -torch.inf).view_as(keys)
+    chosen = keys.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    top = scores.gather(1, chosen)
+    shares = top / top.sum(-1, keepdim=True) if routing.is_normalized else top
+    return Routes(chosen.int(), (shares * routing.scale).float())

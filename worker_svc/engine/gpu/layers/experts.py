@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from worker_svc.engine.backend import ExpertLinears
+from worker_svc.engine.decoder.layer import FeedForward
+from worker_svc.engine.gpu.kernels.activation import gated_activation
 from worker_svc.engine.gpu.kernels.activation import reference as activated
 from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights, add_experts, expert_linear, shape_for
 from worker_svc.engine.gpu.kernels.forms import kernel
@@ -24,6 +26,7 @@ class StackedExperts(ExpertLinears):
     down_weights: ExpertWeights
     is_exact: bool
     first: int = 0
+    shared: FeedForward | None = None
 
     def numbered_here(self, experts: torch.Tensor) -> torch.Tensor:
         """Numbers of experts among those of this rank; others are below 0, or beyond the last one."""
@@ -38,13 +41,16 @@ def torch_experts(
     x: torch.Tensor, router_logits: torch.Tensor, experts: StackedExperts, activation: str
 ) -> torch.Tensor:
     routing = experts.routing
-    routes = route_in_torch(router_logits, routing.top_k, is_normalized=routing.is_normalized)
+    routes = route_in_torch(router_logits, routing, experts.correction)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     chosen = experts.numbered_here(routes.experts)
     for number in sorted(set(chosen.flatten().tolist()).intersection(range(len(experts.gate_up)))):
         tokens, ranks = (chosen == number).nonzero(as_tuple=True)
         inner = activated(experts.gate_up[number](x[tokens]), activation)
         total[tokens] += experts.down[number](inner).float() * routes.shares[tokens, ranks, None]
+    if experts.shared is not None:
+        term = experts.shared.down(activated(experts.shared.gate_up(x), activation)).float()
+        total += term * router_logits[:, -1:].float().sigmoid() if routing.shared == "gated" else term
     return total.to(x.dtype)
 
 
@@ -52,10 +58,11 @@ def torch_experts(
 def compute_experts(
     x: torch.Tensor, router_logits: torch.Tensor, experts: StackedExperts, activation: str
 ) -> torch.Tensor:
-    """The sum of the outputs of each token's experts, for x [n, hidden] and logits [n, num_experts]. Of a rank's shard,
+    """The sum of the outputs of each token's experts, for x [n, hidden] and logits [n, num_logits]. Of a rank's shard,
     the sum over ranks is still missing."""
     routing, num_here = experts.routing, len(experts.gate_up_weights.steps)
-    routes = route(router_logits, routing.top_k, is_normalized=routing.is_normalized)
+    shared = None if experts.shared is None else _dense(x, experts.shared, activation)
+    routes = route(router_logits, routing, experts.correction)
     chosen = experts.numbered_here(routes.experts)
     shape = shape_for(chosen.numel(), routing.num_experts, x.dtype, x.device, is_exact=experts.is_exact)
     tiles = group(chosen, num_here, shape.rows)
@@ -65,7 +72,14 @@ def compute_experts(
     terms = expert_linear(_inputs(inner, experts.down_weights), experts.down_weights, tiles, shape, x.dtype, None)
     if not experts.are_all_here:  # nothing was written for the others
         terms.masked_fill_(((chosen < 0) | (chosen >= num_here)).view(-1, 1), 0.0)
-    return add_experts(terms, routes)
+    return add_experts(terms, routes, shared, router_logits, is_gated=routing.shared == "gated")
+
+
+def _dense(x: torch.Tensor, part: FeedForward, activation: str) -> torch.Tensor:
+    gate_up = part.gate_up(x)
+    inner = gate_up.new_empty(len(x), gate_up.shape[1] // 2)
+    gated_activation(gate_up, inner, activation)
+    return part.down(inner)
 
 
 def _inputs(x: torch.Tensor, weights: ExpertWeights) -> torch.Tensor | ScaledRows:

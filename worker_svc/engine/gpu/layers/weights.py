@@ -106,6 +106,7 @@ def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
     for name, value in (
         ("num_attention_heads", heads.num_q_heads),
         *{("intermediate_size", layer.inner) for layer in config.layers if _is_inner_divided(layer, group)},
+        *{("width of shared experts", layer.experts.shared_inner) for layer in config.layers if layer.experts},
     ):
         if value % size:
             raise BackendUnavailableError(
@@ -210,11 +211,18 @@ class ShardLoader(WeightLoader):
         numbers = numbers or range(routing.num_experts)
         gate_up = reader._stack([stored[f"gate_up{number}"] for number in numbers])
         down = reader._stack([stored[f"down{number}"] for number in numbers])
+        correction, shared = self._correction(spec.experts, prefix), None
+        if routing.shared != "none":
+            names = (f"{name}{routing.num_experts}" for name in ("gate_up", "down"))
+            shared = FeedForward(*(self._linear(stored[name]) for name in names))
         experts = StackedExperts(
-            *(self._views(gate_up), self._views(down), routing, None, self._config.is_gated),
-            *(gate_up, down, self._linears.is_exact, numbers.start),
+            *(self._views(gate_up), self._views(down), routing, correction, self._config.is_gated),
+            *(gate_up, down, self._linears.is_exact, numbers.start, shared),
         )
-        return RoutedExperts(self._linear(stored["router"]), experts)
+        return RoutedExperts(self._router(routing, stored["router"]), experts)
+
+    def _placed(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.to(self._device)
 
     @cached_property
     def _undivided(self) -> ShardLoader:
