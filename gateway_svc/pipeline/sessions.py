@@ -35,7 +35,7 @@ from svc_common.errors import NotConfiguredError, OverloadedError, UnavailableEr
 MAX_FORKS = 64
 MAX_PINS = 1000  # of one owner
 MAX_PIN_S = 604_800.0
-POLL_S = 0.02  # of the lease, while a session is computed
+POLL_S = 0.02  # of the lease, while a session is open
 ID_BYTES = 12
 
 
@@ -73,16 +73,17 @@ class Sessions:
         return join_prompts(request, base, before, own)
 
     async def _load_ended(self, session_id: str) -> StoredRecord:
-        """The record of a session whose output is not computed now, by any gateway."""
+        """The record of a session with all output that was sent. No gateway computes it now."""
         record = await self._load(session_id)
-        if not record.has_run or record.is_finished:
+        if record.is_finished:
             return record
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + LEASE_S
-        while await self._records().has_run(record.record_id):
+        while await self._records().is_open(record.record_id):
             if loop.time() > give_up_at:
                 raise UnavailableError(
-                    f"session {session_id!r} is being computed; wait for its end, or continue a checkpoint of it",
+                    f"session {session_id!r} is being computed, or was cut off before all its output was stored; wait "
+                    "for its end, Resume it, or continue a checkpoint of it",
                     field="session_id",
                     retry_after_s=LEASE_S,
                 )

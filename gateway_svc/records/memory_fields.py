@@ -103,7 +103,7 @@ class MemoryFields:
         record = self._find(record_id)
         return ({}, False) if record is None else (dict(record.fields), record.lease_until > self._clock())
 
-    async def has_run(self, record_id: str) -> bool:
+    async def is_open(self, record_id: str) -> bool:
         record = self._find(record_id)
         return record is not None and record.lease_until > self._clock()
 

@@ -172,12 +172,8 @@ class RedisFields:
         has_run = int(found.get(b"lease", b"0")) > _ms(now)
         return {name.decode(): value for name, value in found.items() if name not in OWN}, has_run
 
-    async def has_run(self, record_id: str) -> bool:
-        pipeline = self._redis.pipeline(transaction=True)
-        pipeline.hget(self._key(record_id), "lease")
-        pipeline.time()
-        lease, now = await self._call(pipeline.execute())
-        return int(lease or b"0") > _ms(now)
+    async def is_open(self, record_id: str) -> bool:
+        return int(await self._call(self._redis.hget(self._key(record_id), "lease")) or b"0") > 0
 
     async def pin(self, record_id: str, ttl_s: float, limit: int) -> bool:
         owner = owner_of(record_id)

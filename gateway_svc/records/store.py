@@ -118,8 +118,9 @@ class RecordFields(Protocol):
     async def load(self, record_id: str) -> tuple[Mapping[str, bytes], bool]:
         """The fields of a record, and whether a run has a lease. No fields if there is no record."""
 
-    async def has_run(self, record_id: str) -> bool:
-        """Whether a run has a lease of the record. Reads nothing else."""
+    async def is_open(self, record_id: str) -> bool:
+        """Whether a run has not ended its lease of the record, also if that has expired: its gateway or Redis was lost
+        before all output was stored. Reads nothing else."""
 
     async def pin(self, record_id: str, ttl_s: float, limit: int) -> bool:
         """Keep a record for at least this time. False if its owner has `limit` other pinned records."""
@@ -147,7 +148,7 @@ class RecordStore:
         self._cipher = cipher or NoCipher()
         self.answers, self.claim = fields.answers, fields.claim
         self.delete, self.close = fields.delete, fields.close
-        self.has_run, self.pin = fields.has_run, fields.pin
+        self.is_open, self.pin = fields.is_open, fields.pin
         self.num_pinned, self.lifetimes = fields.num_pinned, fields.lifetimes
         self.enlist, self.listed = fields.enlist, fields.listed
 

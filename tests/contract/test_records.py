@@ -330,7 +330,7 @@ async def test_a_copy_has_the_output_and_the_ends_but_no_run(make_store: MakeSto
     copy = await store.load("b")
     assert copy is not None
     assert copied == copy
-    assert [await store.has_run(name) for name in ("a", "b", "c")] == [True, False, False]
+    assert [await store.is_open(name) for name in ("a", "b", "c")] == [True, False, False]
     assert (copy.outputs, copy.ends, copy.content, copy.has_run) == (record.outputs, record.ends, content, False)
     await store.delete("a")
     assert await outputs(store, "b") == [[1, 2], [3]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 import grpc
@@ -13,9 +14,10 @@ from quire.v1 import types_pb2 as types
 from quire_client import PromptEmbeddings
 
 from gateway_svc.callers.caller import Caller, current_caller, scoped
+from gateway_svc.pipeline import sessions
 from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.redis_fields import RedisFields
-from gateway_svc.records.store import RecordStore
+from gateway_svc.records.store import RecordStore, Update
 from tests.processes.redis_server import RedisServer
 from tests.unit.gateway.fakes import (
     ABORTED,
@@ -299,6 +301,29 @@ async def test_a_gateway_without_records_refuses(gateway: TestGateway) -> None:
         error = await refused(call)
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert "--redis" in (error.details() or "")
+
+
+async def test_an_answer_that_was_cut_off_is_continued_only_after_it_was_resumed(
+    first: Recorded, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client may have more of it than is stored."""
+    monkeypatch.setattr(sessions, "LEASE_S", 0.2)
+    await finished_at(first, IDS)
+    record = await first.recorder.records.load("r")
+    assert record is not None
+    killed = RecordStore(RedisFields(redis_server.url, lease_s=0.05))
+    await killed.create("r", record.content, "run")
+    await killed.write([Update("r", "run", {(0, 0): record.outputs[0][:5].tobytes()})])
+    await killed.close()
+    turn = pb.GenerateRequest(session_id="r", prompt=pb.Prompt(tokens=types.TokenIds(ids=[9])))
+    await asyncio.sleep(0.1)  # its lease has expired
+    error = await refused(first.gateway.generate(turn))
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "was cut off before all its output was stored" in (error.details() or "")
+    first.scheduler.play(IDS)
+    assert (await first.resumed("r", 7)).ids() == IDS[7:]
+    await first.gateway.collect(turn)
+    assert list(array("I", first.scheduler.submits[-1].prompt_token_ids))[-len(IDS) - 1 :] == [*IDS, 9]
 
 
 async def test_a_resumable_request_is_refused_while_redis_does_not_answer(
