@@ -110,13 +110,13 @@ class Sessions:
         if n > MAX_FORKS:
             raise invalid("n", f"is {n}; must be from 1 to {MAX_FORKS}")
         async with self._admission.call():
-            record = await self._load(session_id)
+            record = await self._load_ended(session_id)
             return [await self._copy(record, session_id) for _ in range(n or 1)]
 
     async def rewind(self, session_id: str, num_tokens: int) -> session_pb2.Session:
         """A new session with the first tokens of each sample of another one."""
         async with self._admission.call():
-            return await self._copy(rewound(await self._load(session_id), num_tokens), session_id)
+            return await self._copy(rewound(await self._load_ended(session_id), num_tokens), session_id)
 
     async def pin(self, session_id: str, ttl_s: float) -> session_pb2.Session:
         """Keep a session for at least this time."""

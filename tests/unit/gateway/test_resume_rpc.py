@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 import pytest
 from quire.v1 import inference_pb2 as pb
+from quire.v1 import session_pb2 as spb
 from quire.v1 import types_pb2 as types
 from quire_client import PromptEmbeddings
 
@@ -320,6 +321,12 @@ async def test_an_answer_that_was_cut_off_is_continued_only_after_it_was_resumed
     error = await refused(first.gateway.generate(turn))
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert "was cut off before all its output was stored" in (error.details() or "")
+    for copying in (
+        first.gateway.sessions.Fork(spb.ForkRequest(session_id="r")),
+        first.gateway.sessions.Rewind(spb.RewindRequest(session_id="r", num_tokens=2)),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match="was cut off"):
+            await copying
     first.scheduler.play(IDS)
     assert (await first.resumed("r", 7)).ids() == IDS[7:]
     await first.gateway.collect(turn)
