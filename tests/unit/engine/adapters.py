@@ -21,6 +21,7 @@ ALL: dict[str, list[str] | str] = {
     "mistral3": r".*\.language_model\..*_proj",  # the image tower has modules of the same names
     # Adapters of experts, of shared ones and of latents are not computed.
     **dict.fromkeys(("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "dots1", "ernie4_5_moe", "llama4"), ATTENTION),
+    **dict.fromkeys(("mellum", "solar_open"), ATTENTION),
     **{name: ["o_proj"] for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")},
 }
 

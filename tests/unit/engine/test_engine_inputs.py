@@ -65,8 +65,9 @@ def test_inputs_in_mixed_batches_match_transformers(tmp_path, architecture, back
     folder = make_model(tmp_path, architecture)
     reference = load_reference(folder)
     driver = Driver(load(folder, backend=backend))
-    whole = random_embeddings(45, HIDDEN, seed=1)
-    parts = [random_embeddings(7, HIDDEN, seed=2, start=3), random_embeddings(20, HIDDEN, seed=3, start=10)]
+    hidden = driver.runner.info.hidden_size
+    whole = random_embeddings(45, hidden, seed=1)
+    parts = [random_embeddings(7, hidden, seed=2, start=3), random_embeddings(20, hidden, seed=3, start=10)]
     mixed, plain = prompts([40, 21])
     chunks = ({0: 16, 1: 5}, {1: 14, 2: 10, 0: 20}, {0: 9, 2: 11, 1: 21})
     check_mixed_inputs(reference, driver, whole, mixed, parts, plain, chunks)
