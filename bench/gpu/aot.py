@@ -82,7 +82,7 @@ LEFT_OUT = (
     "norm=False", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
     "fp8 exact", "fp8 rows", "fp8 norm 4096", "fp8 linear few", "fp8 linear many", "experts many", "experts fp8 few",
     "int8 rows", "int8 linear many", "int4 linear few", "group 32", "experts count", "experts group", "experts add",
-    "gated=False", "adapters expand few",
+    "clamped_swiglu", "gated=False", "adapters expand few",
     "mistral exact", "gemma2 exact", "store mistral", "store gemma2", "without gate", "gemma2 prefill",
     "mistral decode", "many gated=True group 0", "linear exact group 0", "drafts=False",
 )  # fmt: skip
@@ -97,7 +97,13 @@ WINDOWS: dict[str, dict[str, Any]] = {" window": {"WINDOW": True, "CAPPED": Fals
 CAPS: dict[str, dict[str, Any]] = {
     " cap": {"WINDOW": False, "CAPPED": True}, " window cap": {"WINDOW": True, "CAPPED": True},
 }  # fmt: skip
-MASKED_SHAPES = {"mistral": (HeadShape(32, 8, 128), WINDOWS), "gemma2": (HeadShape(16, 8, 256), CAPS)}
+SINKS: dict[str, dict[str, Any]] = {
+    f"{name} sinks": masks | {"SINKS": True} for name, masks in (PLAIN | WINDOWS).items()
+}  # fmt: skip
+MASKED_SHAPES = {
+    "mistral": (HeadShape(32, 8, 128), WINDOWS), "gemma2": (HeadShape(16, 8, 256), CAPS),
+    "gpt-oss": (HeadShape(64, 8, 64), SINKS),
+}  # fmt: skip
 ODD_SHAPES = {f"dim {dim}": HeadShape(32, 8, dim) for dim in (80, 96, 112, 256)}
 
 
@@ -139,10 +145,11 @@ def variants(
     for name, size, norm_kind in (("", 1024, "rms"), (" 4096", 4096, "rms"), (" layer", 1024, "layer")):
         constants = {"N": size, "BLOCK": size, "ADD": True, "KIND": norm.KINDS[norm_kind]}
         yield Variant(f"norm{name}", norm.norm_kernel, f"{t} {t} {t} {t} {t} fp32", constants, size // 512)
-    for kind, name in enumerate(activation.ACTIVATIONS):
+    for kind, name in enumerate(activation.GATED):
         constants = {"BLOCK": activation.BLOCK, "KIND": kind}
         yield Variant(name, activation.gated_activation_kernel, f"{t} {t} i32", constants)
-        yield Variant(f"{name} without gate", activation.activation_kernel, f"{t} i32", constants)
+        if name in activation.ACTIVATIONS:
+            yield Variant(f"{name} without gate", activation.activation_kernel, f"{t} i32", constants)
     yield Variant("soft_cap", activation.soft_cap_kernel, f"{t} fp32 i32", {"BLOCK": activation.BLOCK})
     for bias in (False, True):
         yield _linear(f"linear bias={bias}", t, linear.TILE, has_bias=bias)
@@ -208,12 +215,12 @@ def _head_variants(
     for use, all_tiles in (("decode", DECODE_TILES), ("prefill", PREFILL_TILES), ("exact", EXACT_TILES)):
         tiles = for_heads(all_tiles, shape, 4 if dtype == "fp32" else 2, processors.shared_bytes)
         for page, (suffix, masks) in itertools.product(pages, all_masks.items()):
-            constants = heads | masks | {
+            constants = heads | {"SINKS": False} | masks | {
                 "PAGE": page, "GROUP": attention.group_lines(shape), "BLOCK_M": tiles.block_m,
                 "BLOCK_N": tiles.block_n, "BLOCK_D": width, "MIN_SPLIT": tiles.min_split, "FIXED": tiles.fixed_split,
                 "ONE_LOOP": tiles.one_loop, "SCALED": is_scaled,
             }  # fmt: skip
-            types = f"{t} {kv} {kv} {f} {i} i32 {i} {i} {i} {i} {i} {i} {t} {f} {f} {i} fp32 i32 i32 fp32"
+            types = f"{t} {kv} {kv} {f} {i} i32 {i} {i} {i} {i} {i} {i} {t} {f} {f} {i} {f} fp32 i32 i32 fp32"
             name = f"attention {model} {use} page {page}{suffix}"
             yield Variant(name, attention.paged_attention_kernel, types, constants, tiles.num_warps, tiles.num_stages)
         constants = {

@@ -131,10 +131,11 @@ def _expert_variant(
     is_scaled = values == VALUES
     constants: dict[str, Any] = {
         "PAIRS_PER_ROW": TOP_K if gated else 1, "GATED": gated, "KIND": 0, "SCALED": is_scaled, "GROUP": group,
+        "BIASED": True,
         "BLOCK_M": shape.rows, "BLOCK_N": expert_linear.columns_of(shape, is_gated=gated),
         "BLOCK_K": scaled_linear.WIDEST_K if is_scaled else shape.depth,
     }  # fmt: skip
-    types = f"{values} *fp32 {values} *fp32 {out} *i32 *i32 *i32 i32 i32 i32 i32"
+    types = f"{values} *fp32 {values} *fp32 {out} {out} *i32 *i32 *i32 i32 i32 i32 i32"
     kernel = expert_linear.expert_linear_kernel
     return Variant(name, kernel, types, constants, shape.num_warps, shape.num_stages, ("N", "K"))
 

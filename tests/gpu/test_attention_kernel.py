@@ -197,7 +197,7 @@ def test_merge_of_any_number_of_splits(count):
 @triton.jit
 def merge_kernel(part_ptr, log_sum_ptr, out_ptr, count, HQ: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr):
     attention._merge_splits(
-        part_ptr, log_sum_ptr, out_ptr, count * 0, count, 1, 0, count * 0 + 1, 0.5, HQ, HQ, GROUP, D, D
+        part_ptr, log_sum_ptr, out_ptr, out_ptr, count * 0, count, 1, 0, count * 0 + 1, 0.5, HQ, HQ, GROUP, D, False, D
     )
 
 
@@ -296,8 +296,9 @@ def test_exact_rows_do_not_depend_on_chunks_other_rows_or_whether_they_are_divid
             assert torch.equal(run(part, (EXACT, 1), splits=splits), expected[context : context + count])
 
 
-def masked(shape, window=None, soft_cap=None, scale=0.5):
-    return AttentionShape(shape, scale, soft_cap, window)
+def masked(shape, window=None, soft_cap=None, scale=0.5, *, has_sinks=False):
+    sinks = torch.linspace(-2, 5, shape.num_q_heads, device=DEVICE) if has_sinks else None
+    return AttentionShape(shape, scale, soft_cap, window, sinks=sinks)
 
 
 WINDOWED = [(40, 1), (0, 21), (31, 1), (70, 23), (130, 1), (24, 2)]  # (tokens in the pool, queries)
@@ -306,11 +307,11 @@ WINDOWED = [(40, 1), (0, 21), (31, 1), (70, 23), (130, 1), (24, 2)]  # (tokens i
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layer", [
     masked(PAIRS, window=1), masked(PAIRS, window=33), masked(PAIRS, soft_cap=0.7),
-    masked(PAIRS, window=17, soft_cap=0.7),
-], ids=lambda layer: f"window {layer.window} cap {layer.soft_cap}")  # fmt: skip
+    masked(PAIRS, window=17, soft_cap=0.7), masked(PAIRS, has_sinks=True), masked(PAIRS, window=17, has_sinks=True),
+], ids=lambda layer: f"window {layer.window} cap {layer.soft_cap} sinks {layer.sinks is not None}")  # fmt: skip
 @pytest.mark.parametrize("block_size", [16, pytest.param(4, marks=pytest.mark.deep)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding lines may see no key
-def test_windows_and_soft_caps(layer, block_size, dtype):
+def test_windows_soft_caps_and_sinks(layer, block_size, dtype):
     """Slots before the windows hold NaN, as blocks may that the scheduler has freed."""
     case = AttentionCase.make(PAIRS, WINDOWED, dtype=dtype, block_size=block_size, padding=3, layer=layer)
     assert error_of(case, fast(case)) < TOLERANCE[dtype]

@@ -55,6 +55,10 @@ SCORED_MOE = CONFIG | {
     "topk_group": 2, "n_shared_experts": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 0,
 }  # fmt: skip
 SCORED = replace(EXACT, model=parse_config(SCORED_MOE))
+GPT_OSS = replace(EXACT, model=parse_config(CONFIG | {
+    "architectures": ["GptOssForCausalLM"], "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 150,
+    "num_hidden_layers": 2, "hidden_act": "silu",
+}))  # fmt: skip
 GATED = replace(EXACT, model=parse_config(MOE | {
     "architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 40,
 }))  # fmt: skip
@@ -86,7 +90,7 @@ def test_correct_kernels_pass(cases, setup):
 
 
 @pytest.mark.parametrize("determinism", ["exact", "best_effort"])
-@pytest.mark.parametrize("setup", [EXPERTS, SCORED, GATED], ids=["softmax", "scored", "gated"])
+@pytest.mark.parametrize("setup", [EXPERTS, SCORED, GATED, GPT_OSS], ids=["softmax", "scored", "gated", "biased"])
 def test_correct_kernels_of_experts_pass(setup, determinism):
     assert list(experts.expert_cases(setup))
     check(experts.expert_cases, replace(setup, determinism=determinism))
@@ -107,7 +111,9 @@ OF_LAYERS = [
 
 
 @pytest.mark.parametrize(
-    "setup", [GEMMA2, replace(GEMMA2, determinism="best_effort"), GPT2], ids=["gemma2", "gemma2 best effort", "gpt2"]
+    "setup",
+    [GEMMA2, replace(GEMMA2, determinism="best_effort"), GPT2, GPT_OSS, replace(GPT_OSS, determinism="best_effort")],
+    ids=["gemma2", "gemma2 best effort", "gpt2", "gpt-oss", "gpt-oss best effort"],
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding lines of attention may see no key
 def test_correct_kernels_of_other_decoders_pass(setup):
@@ -145,8 +151,8 @@ ONE_WRONG_ELEMENT = [
         "tl.where(column == 71, 0.0, residual.to(tl.float32))",
     ),
     (
-        layers.activation_cases, EXACT, activation, "KIND) * up).to(out",
-        "KIND) * tl.where(column == 39, 1.0, up)).to(out",
+        layers.activation_cases, EXACT, activation, "gated_of(gate, up, KIND).to(",
+        "gated_of(gate, tl.where(column == 39, 1.0, up), KIND).to(",
     ),
     (
         layers.rope_store_cases, EXACT, rope_store, "tl.store(target + left, turned_a,",
@@ -189,9 +195,13 @@ ONE_WRONG_ELEMENT = [
     (experts.expert_cases, GATED, expert_linear, "* (GATE + 1) + GATE", "* (GATE + 1)"),
     (experts.expert_cases, EXPERTS, route, "place += tl.sum(is_mine, 0)", "place += 0"),
     (
-        experts.expert_cases, EXPERTS, expert_linear, "activation_of(total, KIND) * up_total",
-        "activation_of(total, KIND) * tl.where(column == 79, 0.0, up_total)",
+        experts.expert_cases, EXPERTS, expert_linear, "gated_of(total, up_total, KIND)",
+        "gated_of(total, tl.where(column == 79, 0.0, up_total), KIND)",
     ),
+    (experts.expert_cases, GPT_OSS, expert_linear, "tl.load(bias_ptrs + N", "tl.load(bias_ptrs"),
+    (layers.activation_cases, GPT_OSS, activation, "up < -7.0, -7.0, up", "up < -6.0, -6.0, up"),
+    (paged_attention_cases, GPT_OSS, attention, "sink_ptr + head, is_line", "sink_ptr + 0 * head, is_line"),
+    (paged_attention_cases, GPT_OSS, attention, "sink_ptr + head, line < G", "sink_ptr + 0 * head, line < G"),
     (
         adapters.adapter_cases, EXACT, low_rank, "(y.to(tl.float32) + total)",
         "(y.to(tl.float32) + tl.where(column == 131, 0.0, total))",
@@ -246,7 +256,7 @@ ONE_OF_MANY = [
     (experts.expert_cases, expert_linear, "total += term *", f"total += {FACTOR} * term *"),
     (adapters.adapter_cases, low_rank, "(y.to(tl.float32) + total)",
      "(y.to(tl.float32) + total * (1 + 1e-7 * num_rows))"),
-    (layers.activation_cases, activation, "KIND) * up).to(out", f"KIND) * up * {FACTOR}).to(out"),
+    (layers.activation_cases, activation, "gated_of(gate, up, KIND).to(", f"(gated_of(gate, up, KIND) * {FACTOR}).to("),
     (layers.rope_store_cases, rope_store, "position * TURNED + column, mask=is_turned, other=0.0)\n    a, b",
      f"position * TURNED + column, mask=is_turned, other=0.0) * {FACTOR}\n    a, b"),
     (steps.prepare_cases, prepare, "tl.where(known < 0, sampled_last, known)",

@@ -15,6 +15,7 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL, run_forced, run_mixed, worst
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.quantized import fp8, gptq, quantize_model
 from tests.unit.engine.test_engine_models import check_against
+from tests.unit.engine.test_engine_quantized import packed_in_mxfp4
 from worker_svc.engine.backend import ExpertLinears, Routing
 from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.decoder.layer import FeedForward
@@ -175,7 +176,7 @@ MODELS = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
     "mixtral": {"num_local_experts": 5, "sliding_window": None},
 }
-SCORED = ("qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "ernie4_5_moe", "granite_moe_shared")  # or with shared ones
+SCORED = ("qwen2_moe", "glm4_moe", "dots1", "minimax_m2", "ernie4_5_moe", "granite_moe_shared", "gpt_oss")
 
 
 @pytest.fixture
@@ -230,3 +231,11 @@ def test_stored_fp8_experts(folder):
     for number, view in enumerate(experts.gate_up):
         assert torch.allclose(view.widened(), layer.gate_up_weights.steps[number], rtol=1e-6)
     assert 0 < worst_error(found, expected) < 0.3
+
+
+def test_experts_in_mxfp4_are_widened(tmp_path):
+    unpacked, packed = make_model(tmp_path / "unpacked", "gpt_oss", intermediate_size=128), tmp_path / "packed"
+    packed_in_mxfp4(unpacked, packed)
+    driver = DeviceDriver(load(packed))
+    run_mixed(driver)
+    check_against(load_reference(unpacked), driver, [0, 1, 2])

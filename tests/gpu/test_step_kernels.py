@@ -38,9 +38,11 @@ def test_norms(rows, dim, dtype, adds, kind):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", activation.ACTIVATIONS)
+@pytest.mark.parametrize("name", activation.GATED)
 def test_gated_activation(name, dtype):
     gate_up = randn(5, 2 * 1100, dtype=dtype)
+    if name == "clamped_swiglu":
+        gate_up *= 4  # beyond the limits
     out = torch.full((5, 1100), float("nan"), dtype=dtype, device=DEVICE)
     activation.gated_activation(gate_up, out, name)
     assert relative_error(out, activation.reference(gate_up, name)) < TOLERANCE[dtype]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,7 +29,10 @@ def attention_cases(attention: Attention, name: str, setup: Setup, tolerance: fl
 
     `tolerance`: None for that of the model's dtype.
     """
-    for shape, rows in itertools.product(setup.attention_shapes, (DECODE_ROWS, MIXED_ROWS)):
+    shapes = setup.attention_shapes
+    if setup.model.architecture.names.sinks:
+        shapes = [replace(shape, sinks=setup.random(shape.heads.num_q_heads, seed=3).float()) for shape in shapes]
+    for shape, rows in itertools.product(shapes, (DECODE_ROWS, MIXED_ROWS)):
         shortened = [_shortened(row, setup.max_model_len) for row in _leaving_window(rows, shape)]
         yield _case(attention, name, setup, shape, shortened, tolerance or TOLERANCES[setup.dtype])
 

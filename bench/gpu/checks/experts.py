@@ -53,16 +53,17 @@ def _experts(setup: Setup, routing: Routing, *, has_correction: bool, is_fp8: bo
         shared = FeedForward(*(linears.make_linear(weight, None) for weight in weights))
     return StackedExperts(
         *(gate_up_views, down_views, routing, correction, True),
-        *(_weights(gate_up, is_fp8), _weights(down, is_fp8), setup.is_exact, 0, shared),
+        *(_weights(setup, gate_up, is_fp8), _weights(setup, down, is_fp8), setup.is_exact, 0, shared),
     )
 
 
-def _weights(weight: torch.Tensor, is_fp8: bool) -> ExpertWeights:
+def _weights(setup: Setup, weight: torch.Tensor, is_fp8: bool) -> ExpertWeights:
+    biases = setup.random(*weight.shape[:2], seed=6) if setup.model.architecture.has_expert_bias else None
     if not is_fp8:
-        return ExpertWeights(weight)
+        return ExpertWeights(weight, biases=biases)
     parts = [scaled_linear.quantized(part) for part in weight]
     steps, scales = torch.stack([part.steps for part in parts]), torch.stack([part.scales for part in parts])
-    return ExpertWeights(steps, scales, weight.shape[2])
+    return ExpertWeights(steps, scales, weight.shape[2], biases)
 
 
 def _case(setup: Setup, experts: StackedExperts, num_tokens: int) -> Case:
@@ -97,12 +98,15 @@ def _case(setup: Setup, experts: StackedExperts, num_tokens: int) -> Case:
 
 def _reference(x: torch.Tensor, routes: route.Routes, experts: StackedExperts, name: str) -> torch.Tensor:
     """The sums of the tokens' experts, in float64 but for the activation."""
-    gate_up, down = _widened(experts.gate_up_weights), _widened(experts.down_weights)
+    both = experts.gate_up_weights, experts.down_weights
+    gate_up, down = map(_widened, both)
+    biases = [torch.zeros(len(gate_up)) if one.biases is None else one.biases.double() for one in both]
     round_rows: Rounding = torch.Tensor.double if experts.down_weights.scales is None else _rounded
     found = []
     for row, chosen, shares in zip(round_rows(x), routes.experts.tolist(), routes.shares.double(), strict=True):
-        inner = [round_rows(activation.reference((gate_up[expert] @ row)[None], name))[0] for expert in chosen]
-        terms = [down[expert] @ part for expert, part in zip(chosen, inner, strict=True)]
+        outputs = (gate_up[expert] @ row + biases[0][expert] for expert in chosen)
+        inner = [round_rows(activation.reference(output[None], name))[0] for output in outputs]
+        terms = [down[expert] @ part + biases[1][expert] for expert, part in zip(chosen, inner, strict=True)]
         found.append((torch.stack(terms) * shares[:, None]).sum(0))
     return torch.stack(found)
 

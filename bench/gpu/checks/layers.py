@@ -90,7 +90,7 @@ def activation_cases(setup: Setup) -> Iterator[Case]:
     if not setup.model.is_gated:
         yield _plain_activation_case(setup, 3 * setup.random(NUM_ROWS, dim), name)
         return
-    gate_up = 3 * setup.random(NUM_ROWS, 2 * dim)
+    gate_up = (6 if name == "clamped_swiglu" else 3) * setup.random(NUM_ROWS, 2 * dim)  # also beyond its limits
 
     def run(first: int, last: int) -> Outputs:
         out = gate_up.new_full((last - first, dim), torch.nan)

@@ -40,7 +40,12 @@ FORMATS = (
         INT4_STORED,
     ),
     ("fp8", "fp8 (e4m3) per tensor, or per block (`weight_block_size`)", IN_DTYPE, FP8_STORED),
-    ("mxfp4", "experts of GPT-OSS: fp4 (e2m1), a power of two per 32 inputs", FP4_ON_CPU, "no"),
+    (
+        "mxfp4",
+        "experts of GPT-OSS: fp4 (e2m1), a power of two per 32 inputs",
+        FP4_ON_CPU,
+        "converted at load, which rounds nothing",
+    ),
     ("gptq", "int4 and int8, any `group_size`, `desc_act`, `sym`; `gptq` and `gptq_v2`", INT4_ON_CPU, INT4_STORED),
     ("awq", "int4, any `group_size`, layout `gemm` of AutoAWQ", INT4_ON_CPU, INT4_STORED),
 )

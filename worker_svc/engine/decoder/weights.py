@@ -286,7 +286,8 @@ class WeightLoader:
         if not self._names.sinks:
             return None
         name = self._names.layer.format(index) + self._names.sinks
-        return self._checkpoint.tensor(name, (self._config.layers[index].heads.num_q_heads,), torch.float32)
+        sinks = self._checkpoint.tensor(name, (self._config.layers[index].heads.num_q_heads,), torch.float32)
+        return self._placed(self._part("q", sinks))
 
     def _router(self, routing: Routing, stored: Stored) -> Linear:
         if not routing.is_float32:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -181,8 +182,10 @@ class _DeviceOperations:
             qkv, self._model.layers[index].qk_norms, rotary, positions, columns.slots, cache.pools, q, heads,
             cache.scales,
         )  # fmt: skip
-        attended = torch.empty_like(q)
-        self._attention.attend(q, cache, columns, self._config.attention(index), attended)
+        attended, shape = torch.empty_like(q), self._config.attention(index)
+        if (sinks := self._model.layers[index].sinks) is not None:
+            shape = replace(shape, sinks=sinks)
+        self._attention.attend(q, cache, columns, shape, attended)
         return attended.view(len(qkv), -1)
 
     def recur(self, layer: RecurrentWeights, projected: torch.Tensor, index: int) -> torch.Tensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from worker_svc.engine.cpu.torch_ops import SWIGLU_ALPHA, SWIGLU_LIMIT
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+GATED = (*ACTIVATIONS, "clamped_swiglu")  # the last one changes both halves
 BLOCK = 1024
 
 
@@ -29,6 +31,17 @@ def activation_of(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def gated_of(gate, up, KIND: tl.constexpr):
+    """activation(gate) * up of float32 numbers; KIND is an index of GATED."""
+    if KIND == 4:  # as in torch_ops.py; NaN stays NaN
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    else:
+        return activation_of(gate, KIND) * up
+
+
+@triton.jit
 def gated_activation_kernel(gate_up_ptr, out_ptr, N, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         after_predecessor()
@@ -37,7 +50,7 @@ def gated_activation_kernel(gate_up_ptr, out_ptr, N, BLOCK: tl.constexpr, KIND: 
     is_in = column < N
     gate = tl.load(gate_up_ptr + row * 2 * N + column, mask=is_in, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * N + N + column, mask=is_in, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * N + column, (activation_of(gate, KIND) * up).to(out_ptr.dtype.element_ty), mask=is_in)
+    tl.store(out_ptr + row * N + column, gated_of(gate, up, KIND).to(out_ptr.dtype.element_ty), mask=is_in)
 
 
 @triton.jit
@@ -78,7 +91,7 @@ def gated_activation(gate_up: torch.Tensor, out: torch.Tensor, activation: str) 
     """out [n, dim] = activation(gate) * up, for gate_up [n, 2 * dim]."""
     n, dim = out.shape
     gated_activation_kernel[(n, triton.cdiv(dim, BLOCK))](
-        gate_up, out, dim, BLOCK=BLOCK, KIND=ACTIVATIONS.index(activation), num_warps=4, **dependent()
+        gate_up, out, dim, BLOCK=BLOCK, KIND=GATED.index(activation), num_warps=4, **dependent()
     )
 
 
@@ -101,6 +114,9 @@ def soft_cap(x: torch.Tensor, cap: float) -> None:
 def reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """`gated_activation`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (gate * F.sigmoid(SWIGLU_ALPHA * gate) * (up + 1.0)).to(gate_up.dtype)
     return (_activated(gate, activation) * up).to(gate_up.dtype)
 
 

@@ -188,9 +188,17 @@ def _add_split(best, total, acc, log_sum, found):
 
 
 @triton.jit
+def _with_sink(total, best, sink_ptrs, is_line):
+    """The sum of weights with that of a key without value. The product is explicit, as in `_add_split`."""
+    sink = tl.load(sink_ptrs, mask=is_line, other=0.0)
+    return total + tl.exp2(tl.fma(sink, tl.full(sink.shape, 1.4426950408889634, tl.float32), -best))
+
+
+@triton.jit
 def _merge_splits(
-    part_ptr, log_sum_ptr, out_ptr, first_part, num_splits, stride, first_head, token, scale,
-    HQ: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    part_ptr, log_sum_ptr, out_ptr, sink_ptr, first_part, num_splits, stride, first_head, token, scale,
+    HQ: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Writes the output of a query and KV head whose splits are all stored, `stride` parts apart."""
     line = tl.arange(0, GROUP)
@@ -206,6 +214,8 @@ def _merge_splits(
         log_sum = tl.load(log_sum_ptr + part, mask=line < G, other=0.0, cache_modifier=".cg")
         found = tl.load(part_ptr + part[:, None] * D + column[None, :], mask=is_there, other=0.0, cache_modifier=".cg")
         best, total, acc = _add_split(best, total, acc, log_sum, found)
+    if SINKS:
+        total = _with_sink(total, best, sink_ptr + head, line < G)
     result = acc / total[:, None] * scale
     target = out_ptr + (token.to(tl.int64) * HQ + head)[:, None] * D + column[None, :]
     tl.store(target, result.to(out_ptr.dtype.element_ty), mask=is_there)
@@ -215,11 +225,12 @@ def _merge_splits(
 @triton.jit(do_not_specialize=["num_programs"])
 def paged_attention_kernel(
     q_ptr, k_ptr, v_ptr, kv_scale_ptr, table_ptr, table_stride, row_ptr, start_ptr, context_ptr, item_ptr, size_ptr,
-    ticket_ptr, out_ptr, part_ptr, log_sum_ptr, arrived_ptr, softmax_scale_log2, num_programs, window, soft_cap,
+    ticket_ptr, out_ptr, part_ptr, log_sum_ptr, arrived_ptr, sink_ptr, softmax_scale_log2, num_programs,
+    window, soft_cap,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MIN_SPLIT: tl.constexpr,
     FIXED: tl.constexpr, ONE_LOOP: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    PDL: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         after_predecessor()
@@ -325,10 +336,12 @@ def paged_attention_kernel(
                 tl.store(counter, 0)
                 for nth in range(num_queries):
                     _merge_splits(
-                        part_ptr, log_sum_ptr, out_ptr, first_part + nth, num_splits, num_queries, kv_head * G,
-                        first_token + nth, value_scale, HQ, G, GROUP, D, BLOCK_D,
+                        part_ptr, log_sum_ptr, out_ptr, sink_ptr, first_part + nth, num_splits, num_queries,
+                        kv_head * G, first_token + nth, value_scale, HQ, G, GROUP, D, SINKS, BLOCK_D,
                     )  # fmt: skip
         else:
+            if SINKS:
+                total = _with_sink(total, best, sink_ptr + head, is_line)
             result = acc / total[:, None] * value_scale
             tl.store(out_ptr + q_offsets, result.to(out_ptr.dtype.element_ty), mask=is_there)
         if num_units > num_programs:
@@ -359,12 +372,13 @@ def paged_attention(
         q, *cache, q if scales is None else scales, queries.tables, queries.tables.stride(0),
         queries.rows, queries.starts, queries.contexts,
         work.items, work.sizes, work.tickets[launch], out, parts.out, parts.log_sum, parts.arrived,
-        shape.scale * LOG2_E, num_programs, shape.window or 0, shape.soft_cap or 1.0,
+        q if shape.sinks is None else shape.sinks, shape.scale * LOG2_E, num_programs, shape.window or 0,
+        shape.soft_cap or 1.0,
         HQ=heads.num_q_heads, HKV=heads.num_kv_heads, D=heads.head_dim, PAGE=cache[0].shape[1],
         GROUP=group_lines(heads), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         BLOCK_D=triton.next_power_of_2(heads.head_dim), MIN_SPLIT=tiles.min_split, FIXED=tiles.fixed_split,
         ONE_LOOP=tiles.one_loop, SCALED=scales is not None, WINDOW=shape.window is not None,
-        CAPPED=shape.soft_cap is not None,
+        CAPPED=shape.soft_cap is not None, SINKS=shape.sinks is not None,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **dependent(),
     )  # fmt: skip
 
@@ -399,8 +413,11 @@ def reference(
             if shape.soft_cap is not None:
                 scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
             positions = context + torch.arange(first, last, device=q.device)
-            weights = scores.masked_fill(~visible(shape, keys, positions), -torch.inf).softmax(-1)
-            out[first:last] = torch.einsum("hqk,khd->qhd", weights, v)
+            scores = scores.masked_fill(~visible(shape, keys, positions), -torch.inf)
+            if shape.sinks is not None:
+                sinks = shape.sinks.to(dtype)[:, None, None].expand(-1, last - first, 1)
+                scores = torch.cat((scores, sinks), -1)
+            out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(keys)], v)
     return out
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_svc.engine.gpu.kernels.activation import ACTIVATIONS, activation_of
+from worker_svc.engine.gpu.kernels.activation import GATED, gated_of
 from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 from worker_svc.engine.gpu.kernels.route import ExpertTiles, Routes
@@ -43,14 +43,15 @@ class ExpertWeights:
     steps: torch.Tensor  # [num_experts, out, in]
     scales: torch.Tensor | None = None  # float32 [num_experts, groups, out]
     group: int = 0  # inputs that share a scale
+    biases: torch.Tensor | None = None  # [num_experts, out]
 
 
 @triton.jit(do_not_specialize=["num_pairs", "NUM_GROUPS"])
 def expert_linear_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, out_ptr, pair_ptr, tile_expert_ptr, num_tiles_ptr,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, pair_ptr, tile_expert_ptr, num_tiles_ptr,
     num_pairs, N, K, NUM_GROUPS,
     PAIRS_PER_ROW: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Outputs of pairs [.., N]. GATED: weights [gate | up] give activation(gate) * up. GROUP 0: one scale for all
@@ -104,8 +105,13 @@ def expert_linear_kernel(
         total *= x_scale * tl.load(scale_ptrs, mask=column < N, other=0.0)
         if GATED:
             up_total *= x_scale * tl.load(scale_ptrs + N, mask=column < N, other=0.0)
+    if BIASED:
+        bias_ptrs = bias_ptr + expert * rows_of_weight + column
+        total += tl.load(bias_ptrs, mask=column < N, other=0.0).to(tl.float32)
+        if GATED:
+            up_total += tl.load(bias_ptrs + N, mask=column < N, other=0.0).to(tl.float32)
     if GATED:
-        total = activation_of(total, KIND) * up_total
+        total = gated_of(total, up_total, KIND)
     target = out_ptr + pair.to(tl.int64) * N + column
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=is_pair & (column < N))
 
@@ -173,13 +179,15 @@ def expert_linear(
     if is_scaled:
         depth = depth_for(weights.group) if is_grouped else WIDEST_K
     expert_linear_kernel[(triton.cdiv(out_size, columns), len(tiles.experts))](
-        steps, scales, weights.steps, weights.steps if weights.scales is None else weights.scales, out,
+        steps, scales, weights.steps, weights.steps if weights.scales is None else weights.scales,
+        weights.steps if weights.biases is None else weights.biases, out,
         tiles.pairs, tiles.experts, tiles.num_tiles, tiles.num_pairs, out_size, in_size,
         1 if weights.scales is None else weights.scales.shape[1],
         PAIRS_PER_ROW=tiles.num_pairs // len(steps), GATED=is_gated,
-        KIND=0 if activation is None else ACTIVATIONS.index(activation), SCALED=is_scaled,
-        GROUP=weights.group if is_grouped else 0, BLOCK_M=tiles.rows, BLOCK_N=columns, BLOCK_K=depth,
-        num_warps=shape.num_warps, num_stages=shape.num_stages, **dependent(),
+        KIND=0 if activation is None else GATED.index(activation), SCALED=is_scaled,
+        GROUP=weights.group if is_grouped else 0, BIASED=weights.biases is not None,
+        BLOCK_M=tiles.rows, BLOCK_N=columns, BLOCK_K=depth, num_warps=shape.num_warps,
+        num_stages=shape.num_stages, **dependent(),
     )  # fmt: skip
     return out
 

@@ -233,8 +233,10 @@ class ShardLoader(WeightLoader):
 
     def _stack(self, experts: list[Stored]) -> ExpertWeights:
         """One weight of all experts. It is in fp8 only if all are, with equal groups."""
+        found = [bias for expert in experts if (bias := self._bias(expert)) is not None]
+        biases = torch.stack(found) if found else None
         if len({self._fp8_scheme(expert) for expert in experts}) > 1:
-            return ExpertWeights(torch.stack([self._float_weight(expert) for expert in experts]))
+            return ExpertWeights(torch.stack([self._float_weight(expert) for expert in experts]), biases=biases)
         steps, group = torch.empty(0), 0
         scales: list[torch.Tensor] = []
         for number, expert in enumerate(experts):
@@ -244,14 +246,16 @@ class ShardLoader(WeightLoader):
             steps[number].copy_(part)
             if weight is not None:
                 scales, group = [*scales, weight.scales], weight.group
-        return ExpertWeights(steps, torch.stack(scales) if scales else None, group)
+        return ExpertWeights(steps, torch.stack(scales) if scales else None, group, biases)
 
     def _views(self, stacked: ExpertWeights) -> list[Linear]:
         """The linear layer of each expert."""
+        biases = [None] * len(stacked.steps) if stacked.biases is None else list(stacked.biases)
         if stacked.scales is None:
-            return [self._linears.make_linear(weight, None) for weight in stacked.steps]
-        parts = zip(stacked.steps, stacked.scales, strict=True)
-        return [self._linears.make_fp8_linear(Fp8Weight(*part, stacked.group), None) for part in parts]
+            return [self._linears.make_linear(*part) for part in zip(stacked.steps, biases, strict=True)]
+        parts = zip(stacked.steps, stacked.scales, biases, strict=True)
+        make = self._linears.make_fp8_linear
+        return [make(Fp8Weight(steps, scales, stacked.group), bias) for steps, scales, bias in parts]
 
     def _float_weight(self, stored: Stored) -> torch.Tensor:
         """The weight [out, in] in the dtype of the model."""
