@@ -148,6 +148,11 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least max_num_seqs {self.max_num_seqs}, so that a step has a token "
+                f"for every running sequence, got {self.max_num_batched_tokens}"
+            )
         if self.speculate is not None:
             proposer = Speculate.parse(self.speculate).proposer
             backends = ("cpu", "reference", "cuda") if proposer == "suffix" else ("cpu", "reference")

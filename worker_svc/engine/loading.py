@@ -175,8 +175,8 @@ def _load_decoder(
         is_encoder=False,
         adapters=adapters,
         attention_window=model.attention_window,
-        input_size=model.hidden_size,
-        inputs=InputEmbedder(model.hidden_size, dtype, weights.images),
+        input_size=model.hidden_size if model.per_layer_table() is None else 0,  # layers read rows of its token too
+        inputs=InputEmbedder(model.hidden_size, dtype, weights.images, scale=model.given_embedding_scale),
         max_num_batched_tokens=config.max_num_batched_tokens,
         images=weights.images,
         image_shape=image_shape(model),

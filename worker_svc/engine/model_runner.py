@@ -207,7 +207,8 @@ class ModelRunner(StepRunner):
             self._heads.head = weights.head
             weights.head.fuse(self._pool)
         self._pooler = Pooler(weights.pooling)
-        self._inputs = InputEmbedder(self.info.hidden_size, DTYPES[self.info.dtype], weights.images)
+        scale = weights.model.parts.config.given_embedding_scale
+        self._inputs = InputEmbedder(self.info.hidden_size, DTYPES[self.info.dtype], weights.images, scale=scale)
         self._pool.uncommit(np.arange(self._pool.num_blocks))
         if self._rows.states is not None:
             self._rows.states.forget_snapshots()

@@ -231,6 +231,10 @@ def test_a_bad_folder_gives_one_line_and_exit_code_2(tmp_path: Path, files: dict
     ("flags", "says"),
     [
         (("--block-size", "12"), "block_size must be a power of two"),
+        (
+            ("--max-num-seqs", "9", "--max-num-batched-tokens", "8"),
+            "max_num_batched_tokens must be at least max_num_seqs 9",
+        ),
         (("--pipeline-depth", "0"), "--pipeline-depth: 0 is outside 1 to 16"),
         (("--kv-cache-memory", "2Q"), "--kv-cache-memory: '2Q' is not a size"),
         (("--scheduler", "nowhere"), "--scheduler: 'nowhere' is not host:port"),

@@ -153,6 +153,7 @@ class Architecture:
     windows: WindowRule = "opt_in"  # layers with a sliding window, if config.json has no `layer_types`
     experts: ExpertFamily | None = None
     scales_embedding: bool = False  # by the square root of hidden_size
+    scales_given_embeddings: bool = False  # `embedding_multiplier` also multiplies those that a request carries
     recurrence: RecurrenceName | None = None  # of the layers that keep a state
     layers: LayerRule = "mixer"
     has_layer_shapes: bool = False  # as Gemma 4 (decoder/per_layer.py)

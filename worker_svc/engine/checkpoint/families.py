@@ -182,6 +182,7 @@ GRANITE_NAMES = replace(
 GRANITE_MOE = Architecture(
     "Granite 3 with experts",
     windows="none",
+    scales_given_embeddings=True,
     experts=ExpertFamily(is_normalized=True),
     defaults={**MULTIPLIERS, "num_experts": 8, "num_experts_per_tok": 2},
     fields={"num_experts": "num_local_experts"},
@@ -796,10 +797,13 @@ ARCHITECTURES = {
         rotated="listed",
         defaults={"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
     ),
-    "GraniteForCausalLM": Architecture("Granite 3", has_mlp_bias=None, windows="none", defaults=MULTIPLIERS),
+    "GraniteForCausalLM": Architecture(
+        "Granite 3", has_mlp_bias=None, windows="none", scales_given_embeddings=True, defaults=MULTIPLIERS
+    ),
     "HyperCLOVAXForCausalLM": Architecture(
         "HyperCLOVA X SEED",
         frozenset({"attention_scale"}),
+        scales_given_embeddings=True,
         has_mlp_bias=None,
         windows="none",
         defaults={"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logit_scale": 1.0},
@@ -819,6 +823,7 @@ ARCHITECTURES = {
     "GraniteMoeHybridForCausalLM": Architecture(
         "Granite 4",
         frozenset({"recurrent", "experts", "shared_experts"}),
+        scales_given_embeddings=True,
         windows="none",
         experts=ExpertFamily(is_normalized=True, shared="whole"),
         recurrence="mamba2",

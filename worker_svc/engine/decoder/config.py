@@ -200,6 +200,11 @@ class ModelConfig:
         return any(layer.recurrence is not None for layer in self.layers)
 
     @property
+    def given_embedding_scale(self) -> float:
+        """Of embeddings that requests carry."""
+        return self.embedding_scale if self.architecture.scales_given_embeddings else 1.0
+
+    @property
     def is_gated(self) -> bool:
         return self.architecture.is_gated
 

@@ -79,7 +79,10 @@ class DeviceRunner(StepRunner):
         self._attention = loaded.attention
         self.adapters = None if self._adapters is None else self._adapters.store
         self.images = loaded.images
-        self._embedder = InputEmbedder(loaded.setup.whole.hidden_size, loaded.setup.dtype, loaded.images)
+        whole = loaded.setup.whole
+        self._embedder = InputEmbedder(
+            whole.hidden_size, loaded.setup.dtype, loaded.images, scale=whole.given_embedding_scale
+        )
         self._last_tokens = np.zeros(config.max_num_seqs, np.int64)
         self._in_flight: deque[PendingStep] = deque()
         self._device_drafts: DeviceDrafts | None = None  # `_drafts` of this runner

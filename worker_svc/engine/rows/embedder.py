@@ -48,10 +48,13 @@ class InputEmbedder:
 
     num_encoder_runs = 0
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype, images: ImageEncoder | None = None) -> None:
-        """Without `images`, rows have no images."""
+    def __init__(
+        self, hidden_size: int, dtype: torch.dtype, images: ImageEncoder | None = None, *, scale: float = 1.0
+    ) -> None:
+        """Without `images`, rows have no images. `scale`: of the embeddings that requests carry."""
         self._hidden_size = hidden_size
         self._dtype = dtype
+        self._scale = scale
         self._images = images
         self._device = torch.device("cpu") if images is None else images.device
 
@@ -84,7 +87,8 @@ class InputEmbedder:
         column = np.frombuffer(item.data, STORED[item.dtype], count * width, first * width * _item_bytes(item))
         native = column.astype(column.dtype.newbyteorder("="), copy=True)  # torch wants writable memory
         rows = torch.from_numpy(native)
-        return (rows.view(torch.bfloat16) if item.dtype == "bfloat16" else rows).to(self._dtype).view(count, width)
+        given = (rows.view(torch.bfloat16) if item.dtype == "bfloat16" else rows).to(self._dtype).view(count, width)
+        return given if self._scale == 1.0 else given * self._scale
 
 
 def _ascending(spans: list[InputSpan]) -> tuple[I64, torch.Tensor]:
