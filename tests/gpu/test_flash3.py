@@ -165,9 +165,9 @@ def test_errors_of_an_fp8_cache(folder, installed):
     assert worst_error(drivers[1], drivers[0]) < 0.06
 
 
-def setup_of(device, *, has_scaled_cache=False):
+def setup_of(device, *, has_scaled_cache=False, has_sinks=False):
     config = SimpleNamespace(kernels="auto", speculate=None)
-    return SimpleNamespace(config=config, device=device, has_scaled_cache=has_scaled_cache)
+    return SimpleNamespace(config=config, device=device, has_scaled_cache=has_scaled_cache, has_sinks=has_sinks)
 
 
 def test_auto_prefers_flash3_on_hopper_unless_the_cache_is_fp8(monkeypatch):
@@ -178,7 +178,16 @@ def test_auto_prefers_flash3_on_hopper_unless_the_cache_is_fp8(monkeypatch):
             setup = setup_of(torch.device("cuda"), has_scaled_cache=has_scaled_cache)
             chosen.append(choice.preferred_library(setup))
     assert chosen == ["flash", "flash", "flash3", None, None, None]
+    assert choice.preferred_library(setup_of(torch.device("cuda"), has_sinks=True)) is None
     assert choice.preferred_library(setup_of(torch.device("cpu"))) is None
+
+
+def test_a_model_with_sinks_is_refused_by_name(tmp_path, installed):
+    folder = make_model(tmp_path, "gpt_oss")
+    with pytest.raises(
+        BackendUnavailableError, match="flash3 has no sinks, which this model needs; use --attention tri"
+    ):
+        load(folder, attention="flash3", determinism="best_effort")
 
 
 def test_auto_uses_flash3_that_passes_its_check(folder, installed, monkeypatch):

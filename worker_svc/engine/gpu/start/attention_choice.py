@@ -32,7 +32,7 @@ def attentions(setup: Setup) -> Iterator[Attention]:
         )
     if name in LIBRARIES and setup.config.speculate is not None:
         raise BackendUnavailableError(f"attention {name} cannot verify drafts; use --attention triton")
-    if name in LIBRARIES and _has_sinks(setup):
+    if name in LIBRARIES and setup.has_sinks:
         raise BackendUnavailableError(f"attention {name} has no sinks, which this model needs; use --attention triton")
     if name in LIBRARIES:
         yield LIBRARIES[name](setup)
@@ -57,16 +57,12 @@ def preferred_library(setup: Setup) -> str | None:
     """
     if setup.device.type != "cuda" or setup.config.kernels == "torch" or setup.config.speculate is not None:
         return None
-    if _has_sinks(setup):
+    if setup.has_sinks:
         return None
     capability = torch.cuda.get_device_capability(setup.device)
     if capability < HOPPER:
         return "flash"
     return "flash3" if capability < BLACKWELL and not setup.has_scaled_cache else None
-
-
-def _has_sinks(setup: Setup) -> bool:
-    return bool(setup.model.architecture.names.sinks)
 
 
 def _make_triton(setup: Setup) -> TritonAttention:

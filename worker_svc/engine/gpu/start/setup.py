@@ -83,6 +83,11 @@ class Setup:
         return self.group.vocab_part(self.whole.vocab_size)
 
     @property
+    def has_sinks(self) -> bool:
+        """Whether attention has sinks: the libraries do not compute them."""
+        return bool(self.whole.architecture.names.sinks)
+
+    @property
     def attention_shapes(self) -> list[AttentionShape]:
         """The different attentions of the layers."""
         return list(dict.fromkeys(self.model.attention(index) for index in range(self.model.num_layers)))
