@@ -748,6 +748,8 @@ class SymbolicWorker:
             seen = self.kv[self.slots[opened, :width]]
             places = self._positions[:width]
             is_other = self.kv_version[self.slots[opened, :width]] != self.row_version[opened, None]
+            if self.version:  # rows of one request share blocks, also those that open after an update that keeps them
+                is_other &= [[not self.group[row].group.keeps_kv] for row in opened]
             wrong = (seen != self.digests[opened, :width]) | is_other
             wrong &= places < self.num_computed_tokens[opened, None]
             wrong &= places >= reads_from[opened, None]
