@@ -624,6 +624,16 @@ class WorkerState:
         for part in self.parts_of_all:
             part.commit(step, is_open)
 
+    def context_bounds(self, batch: StepBatch) -> tuple[I64, I64]:
+        """The least and the most tokens before the query of each row of a planned step. They differ for a row that
+        speculates, whose most counts the drafts of this step too.
+        """
+        contexts = batch.context_lens.astype(np.int64)
+        if batch.max_query_lens is None:
+            return contexts, contexts
+        most = contexts + np.maximum(batch.max_query_lens, 1).astype(np.int64) - 1
+        return most - self.rows.num_unknown[batch.rows.astype(np.int64)], most
+
     def _commit_accepted(self, accepted: Accepted) -> None:
         """Commit the blocks that rows have filled with drafts that became tokens."""
         rows, starts, ends = accepted

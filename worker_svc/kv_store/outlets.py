@@ -13,7 +13,7 @@ from worker_svc.kv_store.nixl_memory import NixlAgent
 from worker_svc.wire import records_to_wire
 
 MESSAGE_BYTES = 2 << 20  # a few records, or a piece of one: gRPC copies it several times, in the cache of a core
-PART_BYTES = 8 << 20  # of records that are written to memory of the caller before it is told
+PART_BYTES = 8 << 20  # of records that are written to memory of the caller before an answer names them
 
 Pack = Callable[[memoryview], int]  # writes records, and returns how many
 Answer: TypeAlias = "ReadBlocksResponse | bytes"  # bytes: serialized

@@ -223,11 +223,7 @@ class WindowGroup(WorkerPart):
         return bool(self._moved or self.pool.commits)
 
     def fill(self, batch: StepBatch) -> None:
-        rows, contexts = batch.rows.astype(np.int64), batch.context_lens.astype(np.int64)
-        least, lasts = contexts, contexts
-        if batch.max_query_lens is not None:
-            num_more = np.maximum(batch.max_query_lens, 1).astype(np.int64) - 1
-            least, lasts = contexts + num_more - self.worker.rows.num_unknown[rows], contexts + num_more
+        rows, (least, lasts) = batch.rows.astype(np.int64), self.worker.context_bounds(batch)
         if self._ahead:
             num_computed = self.worker.rows.num_computed_tokens - self.worker.rows.num_unknown
             num_computed[rows] = least

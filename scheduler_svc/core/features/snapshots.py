@@ -48,7 +48,7 @@ from scheduler_svc.core.messages import Counts, Deltas, MovedExtra, RowAssignmen
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.speculation import Accepted
 from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerPart, WorkerState
-from step_protocol.columns import I64, U32, Bools
+from step_protocol.columns import U32, Bools
 from step_protocol.messages import RowError, StepBatch, StepOutput
 
 
@@ -150,30 +150,22 @@ class Snapshots(WorkerPart):
     def fill(self, batch: StepBatch) -> None:
         if self._commits:
             self._send_commits(batch)
-        contexts, ends, is_sure = self._bounds(batch)
-        crosses = ends // self._block_size > contexts // self._block_size
+        least, most = self.worker.context_bounds(batch)
+        ends = most + batch.query_lens
+        crosses = ends // self._block_size > least // self._block_size
         if not np.count_nonzero(crosses):
             return
         taken: list[Taken] = []
         for i in np.flatnonzero(crosses).tolist():
-            row, sure = int(batch.rows[i]), is_sure is None or bool(is_sure[i])
+            row = int(batch.rows[i])
             plan = self._rows.get(row)
             if plan is not None:
-                taken += self._take(row, plan, int(contexts[i]), int(ends[i]), is_sure=sure)
+                taken += self._take(row, plan, int(least[i]), int(ends[i]), is_sure=bool(least[i] == most[i]))
         if not taken:
             return
         self._in_flight[batch.step_id] = taken
         columns = [(one.row, one.position, one.slot) for one in taken]
         batch.snapshot_rows, batch.snapshot_positions, batch.snapshot_slots = np.array(columns, np.uint32).T.copy()
-
-    def _bounds(self, batch: StepBatch) -> tuple[U32 | I64, U32 | I64, Bools | None]:
-        """The least context of each row, the most tokens after the step, and whether they are exact (None: all are)."""
-        contexts, ends = batch.context_lens, batch.context_lens + batch.query_lens
-        if batch.max_query_lens is None:
-            return contexts, ends, None
-        num_more = np.maximum(batch.max_query_lens, 1).astype(np.int64) - 1
-        num_unknown = self.worker.rows.num_unknown[batch.rows.astype(np.int64)]
-        return contexts + num_more - num_unknown, ends + num_more, batch.max_query_lens == 0
 
     @property
     def has_changes(self) -> bool:
