@@ -111,7 +111,7 @@ def make_experts(
     if kind != "none":
         sizes = (random(2 * inner + 16, hidden, seed=3, dtype=dtype), random(hidden, inner + 8, seed=4, dtype=dtype))
         shared = FeedForward(*(linears.make_linear(weight * weight.shape[1] ** -0.5, None) for weight in sizes))
-    return StackedExperts(*views, routing, None, True, *weights, determinism == "exact", 0, shared)
+    return StackedExperts(*views, routing, None, True, *weights, determinism == "exact", shared=shared)
 
 
 def fp8_weight(weight, group):

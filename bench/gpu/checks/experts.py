@@ -53,7 +53,8 @@ def _experts(setup: Setup, routing: Routing, *, has_correction: bool, is_fp8: bo
         shared = FeedForward(*(linears.make_linear(weight, None) for weight in weights))
     return StackedExperts(
         *(gate_up_views, down_views, routing, correction, True),
-        *(_weights(setup, gate_up, is_fp8), _weights(setup, down, is_fp8), setup.is_exact, 0, shared),
+        *(_weights(setup, gate_up, is_fp8), _weights(setup, down, is_fp8), setup.is_exact),
+        shared=shared,
     )
 
 

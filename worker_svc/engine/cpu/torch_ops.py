@@ -67,7 +67,7 @@ def route(
     scores = sigmoid(logits) if routing.is_sigmoid else exact_ops.exp(logits - logits.amax(-1, keepdim=True))
     total = torch.ones(len(logits), 1) if routing.is_sigmoid else exact_ops.ordered_sum(scores)
     keys = scores if correction is None else scores / total + correction
-    keys = _in_top_groups(keys, routing)
+    keys = in_top_groups(keys, routing)
     chosen = torch.sort(keys, dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
     top = scores.gather(1, chosen)
     shares = top / (exact_ops.ordered_sum(top) + SMALLEST_SUM if routing.is_normalized else total) * routing.scale
@@ -78,14 +78,14 @@ def route(
     return torch.cat((shares, shared), 1), torch.cat((chosen, last), 1)
 
 
-def _in_top_groups(keys: torch.Tensor, routing: Routing) -> torch.Tensor:
+def in_top_groups(keys: torch.Tensor, routing: Routing) -> torch.Tensor:
     """keys [n, num_experts], those outside of the best groups replaced by -inf."""
     if routing.num_groups == 1:
         return keys
     groups = keys.view(len(keys), routing.num_groups, -1)
     best = torch.sort(groups, dim=-1, descending=True, stable=True).values[..., : routing.group_best]
     order = torch.sort(exact_ops.ordered_sum(best)[..., 0], dim=-1, descending=True, stable=True).indices
-    is_kept = torch.zeros(len(keys), routing.num_groups, dtype=torch.bool).scatter(1, order[:, : routing.top_groups], 1)
+    is_kept = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(1, order[:, : routing.top_groups], 1)
     return groups.masked_fill(~is_kept[..., None], -torch.inf).view_as(keys)
 
 

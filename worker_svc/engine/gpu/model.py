@@ -19,7 +19,7 @@ from worker_svc.engine.decoder.weights import WeightLoader
 from worker_svc.engine.gpu.attention.paged import Attention, LayerCache
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels import norm_rows
-from worker_svc.engine.gpu.kernels.activation import activate, gated_activation, soft_cap
+from worker_svc.engine.gpu.kernels.activation import activate, gated, soft_cap
 from worker_svc.engine.gpu.kernels.norm import add_norm
 from worker_svc.engine.gpu.kernels.rope_store import rope_store
 from worker_svc.engine.gpu.layers.experts import StackedExperts, compute_experts
@@ -182,9 +182,8 @@ class _DeviceOperations:
             qkv, self._model.layers[index].qk_norms, rotary, positions, columns.slots, cache.pools, q, heads,
             cache.scales,
         )  # fmt: skip
-        attended, shape = torch.empty_like(q), self._config.attention(index)
-        if (sinks := self._model.layers[index].sinks) is not None:
-            shape = replace(shape, sinks=sinks)
+        attended = torch.empty_like(q)
+        shape = replace(self._config.attention(index), sinks=self._model.layers[index].sinks)
         self._attention.attend(q, cache, columns, shape, attended)
         return attended.view(len(qkv), -1)
 
@@ -206,9 +205,7 @@ class _DeviceOperations:
         if not self._config.is_gated:
             activate(gate_up, self._config.activation)
             return gate_up
-        activated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        gated_activation(gate_up, activated, self._config.activation)
-        return activated
+        return gated(gate_up, self._config.activation)
 
     def experts(
         self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None

@@ -95,6 +95,13 @@ def gated_activation(gate_up: torch.Tensor, out: torch.Tensor, activation: str) 
     )
 
 
+def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """`gated_activation` into new memory [n, dim]."""
+    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    gated_activation(gate_up, out, activation)
+    return out
+
+
 @kernel("activation", torch_activate, writes="x")
 def activate(x: torch.Tensor, activation: str) -> None:
     """x [n, dim] = activation(x)."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from worker_svc.engine.backend import Routing
+from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
@@ -171,13 +172,7 @@ def reference(logits: torch.Tensor, routing: Routing, correction: torch.Tensor |
     """As `route`, in torch."""
     wide = logits[:, : routing.num_experts].double()
     scores = wide.sigmoid() if routing.is_sigmoid else wide.softmax(-1)
-    keys = scores if correction is None else scores + correction
-    if routing.num_groups > 1:
-        groups = keys.view(len(keys), routing.num_groups, -1)
-        best = groups.sort(dim=-1, descending=True).values[..., : routing.group_best].sum(-1)
-        kept = best.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_groups]
-        is_kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, kept, value=True)
-        keys = groups.masked_fill(~is_kept[..., None], -torch.inf).view_as(keys)
+    keys = torch_ops.in_top_groups(scores if correction is None else scores + correction, routing)
     chosen = keys.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
     top = scores.gather(1, chosen)
     shares = top / top.sum(-1, keepdim=True) if routing.is_normalized else top

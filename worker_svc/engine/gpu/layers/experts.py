@@ -8,7 +8,7 @@ import torch
 
 from worker_svc.engine.backend import ExpertLinears
 from worker_svc.engine.decoder.layer import FeedForward
-from worker_svc.engine.gpu.kernels.activation import gated_activation
+from worker_svc.engine.gpu.kernels.activation import gated
 from worker_svc.engine.gpu.kernels.activation import reference as activated
 from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights, add_experts, expert_linear, shape_for
 from worker_svc.engine.gpu.kernels.forms import kernel
@@ -61,7 +61,8 @@ def compute_experts(
     """The sum of the outputs of each token's experts, for x [n, hidden] and logits [n, num_logits]. Of a rank's shard,
     the sum over ranks is still missing."""
     routing, num_here = experts.routing, len(experts.gate_up_weights.steps)
-    shared = None if experts.shared is None else _dense(x, experts.shared, activation)
+    dense = experts.shared
+    shared = None if dense is None else dense.down(gated(dense.gate_up(x), activation))
     routes = route(router_logits, routing, experts.correction)
     chosen = experts.numbered_here(routes.experts)
     shape = shape_for(chosen.numel(), routing.num_experts, x.dtype, x.device, is_exact=experts.is_exact)
@@ -73,13 +74,6 @@ def compute_experts(
     if not experts.are_all_here:  # nothing was written for the others
         terms.masked_fill_(((chosen < 0) | (chosen >= num_here)).view(-1, 1), 0.0)
     return add_experts(terms, routes, shared, router_logits, is_gated=routing.shared == "gated")
-
-
-def _dense(x: torch.Tensor, part: FeedForward, activation: str) -> torch.Tensor:
-    gate_up = part.gate_up(x)
-    inner = gate_up.new_empty(len(x), gate_up.shape[1] // 2)
-    gated_activation(gate_up, inner, activation)
-    return part.down(inner)
 
 
 def _inputs(x: torch.Tensor, weights: ExpertWeights) -> torch.Tensor | ScaledRows:

@@ -217,7 +217,8 @@ class ShardLoader(WeightLoader):
             shared = FeedForward(*(self._linear(stored[name]) for name in names))
         experts = StackedExperts(
             *(self._views(gate_up), self._views(down), routing, correction, self._config.is_gated),
-            *(gate_up, down, self._linears.is_exact, numbers.start, shared),
+            *(gate_up, down, self._linears.is_exact, numbers.start),
+            shared=shared,
         )
         return RoutedExperts(self._router(routing, stored["router"]), experts)
 
