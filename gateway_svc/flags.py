@@ -53,6 +53,12 @@ FLAGS = (
         "repeat the flag for several (in the environment variable, separate them by commas). Unset: none",
         metavar="ORIGIN", is_list=True,
     ),
+    Flag("--http-allow-host", text,
+        "name under which clients without keys reach the HTTP API and the console: llm.example.com, *.example.com, or "
+        "* for all; repeat the flag for several. IP addresses, localhost, names without a dot and names of Kubernetes "
+        "services (.svc) need no permission; another name could belong to a web page that misuses its reader's browser",
+        metavar="NAME", is_list=True,
+    ),
     Flag("--scheduler", scheduler_address,
         "address of a scheduler; repeat the flag for replicas and for other models (in the environment "
         "variable, separate addresses by commas); dns:///NAME:PORT: all addresses of NAME, looked up again "

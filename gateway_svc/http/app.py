@@ -13,9 +13,8 @@ from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Router
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from gateway_svc.answer.request_meter import http_request_id
 from gateway_svc.callers.authenticator import Authenticator
@@ -27,6 +26,7 @@ from gateway_svc.http.errors import (
     error_headers,
 )
 from gateway_svc.http.json_text import encode
+from gateway_svc.http.origins import SitePolicy
 from gateway_svc.operators.audit.audit_log import AuditLog
 from gateway_svc.operators.audit.entry import CANCELLED, OK, annotate
 from gateway_svc.operators.operator_port import NoOperators
@@ -43,26 +43,6 @@ OPEN_PATHS = ("/health", "/ping")  # probes need no key
 REQUEST_ID_HEADER = "x-request-id"
 KEY_HEADER = "x-api-key"  # sent by Anthropic's clients
 IGNORED_HEADER = "x-ignored-fields"
-
-
-EXPOSED_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "x-should-retry", "retry-after", "retry-after-ms")
-
-
-def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """The app with CORS headers for these origins; `*` is any origin. Without origins, the app is unchanged.
-
-    The middleware answers the preflight requests of browsers, which have no API key.
-    """
-    if not origins:
-        return app
-    return CORSMiddleware(
-        app,
-        allow_origins=origins,
-        allow_methods=("GET", "POST", "DELETE"),
-        allow_headers=("*",),
-        expose_headers=EXPOSED_HEADERS,
-        max_age=3600,
-    )
 
 
 class ClientGoneError(Exception):
@@ -84,8 +64,12 @@ class HttpApp:
         open_paths: Collection[str] = OPEN_PATHS,
         operators: Authenticator | NoOperators | None = None,
         operator_paths: Collection[str] = (),
+        sites: SitePolicy | None = None,
     ) -> None:
-        """`operators` are checked in place of the callers of inference, at `operator_paths`."""
+        """`operators` are checked in place of the callers of inference, at `operator_paths`. `sites` holds where no
+        `authenticator` checks the callers.
+        """
+        self._sites = None if authenticator is not None else sites or SitePolicy()
         self._operators = operators
         self._operator_paths = operator_paths
         self._router = Router(routes)
@@ -109,6 +93,8 @@ class HttpApp:
 
     async def _answer(self, scope: Scope, headers: Headers, receive: Receive, answer: _Sender) -> None:
         try:
+            if self._sites is not None:
+                self._sites.check(headers, scope["method"])
             if scope["path"] in self._open_paths:
                 await self._router(scope, _replay(b""), answer)
                 return

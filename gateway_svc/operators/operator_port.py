@@ -2,7 +2,9 @@
 
 --admin-listen set                they are served there; on --listen AdminService refuses calls, GetStatus is a summary
 unset, clients need credentials   the same on --listen: a key for inference does not permit operations
-unset, clients need none          they are served on --listen, for trusted networks
+unset, clients need none          they are served on --listen, if only this machine can connect, or with
+                                  --keyless-operators
+Over HTTP they need a key of --admin-keys, or --keyless-operators: web pages can send requests to this machine.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.audit.audit_log import AuditLog
 from gateway_svc.operators.rollouts import RolloutServicer
 from svc_common import config
-from svc_common.config import OFF, Flag, FlagGroup, address_or_off, path
+from svc_common.config import OFF, Flag, FlagGroup, address_or_off, path, switch
 from svc_common.errors import PermissionDeniedError
 from svc_common.security.tls import TlsFiles, server_credentials
 from svc_common.security.trust import TrustError, is_loopback
@@ -41,6 +43,10 @@ ADMIN_FLAGS = FlagGroup("operations (draining workers), apart from inference", (
         "folder of the keys for --admin-listen and --console-listen, like that of --api-keys; required if other "
         "machines can connect", metavar="DIR",
     ),
+    Flag("--keyless-operators", switch,
+        "serve operators at --listen and --http-listen without keys, where clients need none: every process that can "
+        "connect may drain workers, pause, and replace weights"
+    ),
     Flag("--console-listen", address_or_off,
         "address of the console, a page for browsers (docs/console.md), with the TLS files of --listen. Its "
         "state needs a key of --admin-keys, its playground a key for inference", default=OFF,
@@ -49,7 +55,11 @@ ADMIN_FLAGS = FlagGroup("operations (draining workers), apart from inference", (
 
 
 def is_public_for_operators(args: argparse.Namespace) -> bool:
-    """Whether the port for inference also serves operators."""
+    """Whether the port for inference also serves operators, without keys."""
+    return _has_no_keys(args) and (args.keyless_operators or is_loopback(args.listen))
+
+
+def _has_no_keys(args: argparse.Namespace) -> bool:
     return args.admin_listen == config.OFF and not identifies_callers(args)
 
 
@@ -69,7 +79,8 @@ class NoOperators:
 
     async def authenticate(self, authorization: object) -> NoReturn:
         raise PermissionDeniedError(
-            "this call needs the key of an operator, and this gateway has none; start it with --admin-keys"
+            "this call needs the key of an operator, and this gateway has none; start it with --admin-keys, or with "
+            "--keyless-operators if it trusts all callers"
         )
 
 
@@ -77,7 +88,7 @@ def operators_over_http(args: argparse.Namespace) -> Authenticator | NoOperators
     """Checks the operators that call the HTTP API; None if they need no key. Raises CallersError."""
     if args.admin_keys is not None:
         return Authenticator(ApiKeys(args.admin_keys, flag="--admin-keys"))
-    return None if is_public_for_operators(args) else NoOperators()
+    return None if args.keyless_operators and _has_no_keys(args) else NoOperators()
 
 
 def add_admin_service(
@@ -133,7 +144,8 @@ def _status_only(status: Callable[[], Awaitable[pb.GetStatusResponse]]) -> grpc.
 def _refusal(service: str) -> Any:
     async def refuse(self: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
         raise PermissionDeniedError(
-            f"{service} is not served on the port for inference; use the address of the gateway's --admin-listen"
+            f"{service} is not served on the port for inference; use the address of the gateway's --admin-listen, or "
+            "start the gateway with --keyless-operators if it trusts all callers"
         )
 
     return refuse

@@ -168,8 +168,9 @@ def make_http_apps(
     """
     if args.http_listen == args.console_listen == config.OFF:
         return None
-    from gateway_svc.http.app import HttpApp, with_cors
+    from gateway_svc.http.app import HttpApp
     from gateway_svc.http.handlers import Handlers
+    from gateway_svc.http.origins import SitePolicy, with_cors
     from gateway_svc.http.status import StatusHandlers
 
     status = StatusHandlers(lambda: server.is_serving, servicer.generation.streams, admin.metrics_text)
@@ -187,6 +188,7 @@ def make_http_apps(
             intake=intake,
             operators=operators,
             operator_paths=operator_paths,
+            sites=SitePolicy(args.http_allow_host, args.http_allow_origin),
         )
         return with_cors(app, args.http_allow_origin)
 
@@ -228,10 +230,12 @@ def make_console(
     if make_app is None or args.console_listen == config.OFF:
         return None
     from gateway_svc.http.console.app import console_app
+    from gateway_svc.http.origins import SitePolicy
     from gateway_svc.http.server import HttpServer
 
     operators = operators_of(args, "--console-listen", args.console_listen)
     context = None if tls is None else ssl_context(tls)
     # Where clients need no keys, the playground needs one of operators: the port must not serve strangers.
-    app = console_app(make_app(authenticator or operators), state, operators, server.rpc)
+    sites = SitePolicy(args.http_allow_host)
+    app = console_app(make_app(authenticator or operators), state, operators, server.rpc, sites)
     return HttpServer(app, args.console_listen, max_connections=MAX_OPERATORS, tls=context)

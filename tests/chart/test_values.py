@@ -603,6 +603,16 @@ GATEWAYS = [
         "https://a.b",
         HTTP,
     ),
+    Case("gateway.http.allowHosts", ["a.b"], GATEWAY, "count --http-allow-host", 3, HTTP),
+    Case("gateway.http.paths", ["/v1"], "Ingress gateway-http", "spec.rules.0.http.paths.0.path", "/v1", HTTP_INGRESS),
+    Case(
+        "gateway.http.paths",
+        ["/v1"],
+        "HTTPRoute gateway-http",
+        "spec.rules.0.matches",
+        [{"path": {"type": "PathPrefix", "value": "/v1"}}],
+        HTTP_ROUTE,
+    ),
     Case(
         "gateway.http.ingress.enabled",
         True,

@@ -37,7 +37,7 @@ def start(stack: Stack, model_dir: Path, *worker_flags: str) -> str:
     template = stack.folder / "tools.jinja"
     template.write_text(HERMES)
     chats = ("--chat-template", f"tool_use={template}", "--reasoning-parser", "none")
-    gateway = stack.start_gateway(scheduler, flags=("--http-listen", address, *chats))
+    gateway = stack.start_gateway(scheduler, flags=("--http-listen", address, "--keyless-operators", *chats))
     worker.wait_ready()
     gateway.wait_ready()
     return f"http://{address}"

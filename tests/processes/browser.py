@@ -31,13 +31,13 @@ def needs_browser() -> pytest.MarkDecorator:
 
 
 @contextmanager
-def open_browser(*, is_dark: bool = False, width: int = 1440, height: int = 900) -> Iterator[WebDriver]:
-    """A browser with a log of its console."""
+def open_browser(*flags: str, is_dark: bool = False, width: int = 1440, height: int = 900) -> Iterator[WebDriver]:
+    """A browser with a log of its console. `flags` are Chromium's."""
     found = find_browser()
     assert found is not None
     options = webdriver.ChromeOptions()
     options.binary_location = found[0]
-    for flag in FLAGS:
+    for flag in (*FLAGS, *flags):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(found[1]))

@@ -6,9 +6,11 @@ import base64
 import json
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from quire_client.demo import demo_model_dir
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 
+from tests.http_thread import HttpThread
 from tests.processes.browser import needs_browser, open_browser, wait_for
 from tests.processes.ports import free_port
 from tests.processes.stack import Service, Stack
@@ -158,6 +161,52 @@ def test_without_keys_other_host_names_are_refused(open_console: Console) -> Non
         assert open_console.get(path)[0] == 200
         status, _, text = open_console.get(path, host="evil.example:80")
         assert (status, "not at 'evil.example:80'" in text) == (403, True)
+
+
+class _Page(BaseHTTPRequestHandler):
+    """A page of another site, which sends to the URLs of its query what needs no preflight."""
+
+    def do_GET(self) -> None:
+        script = """
+            const urls = JSON.parse(decodeURIComponent(location.search.slice(1)));
+            const post = {method: "POST", mode: "no-cors", headers: {"content-type": "text/plain"}, body: "{}"};
+            const sent = urls.flatMap((url) => [fetch(url, post), fetch(url, {mode: "no-cors"})]);
+            Promise.allSettled(sent).then((done) => { document.title = done.map((one) => one.status).join(); });
+        """
+        page = f"<title>sending</title><script>{script}</script>".encode()
+        self.send_response(200)
+        self.send_header("content-type", "text/html")
+        self.send_header("content-length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Write no access log."""
+
+
+@needs_browser()
+def test_a_page_of_another_site_neither_controls_nor_reads_a_gateway_without_keys(tmp_path: Path) -> None:
+    http = f"127.0.0.1:{free_port()}"
+    rules = "--host-resolver-rules=MAP evil.example 127.0.0.1"
+    with Stack(tmp_path) as stack, HttpThread(_Page) as site, open_browser(rules) as browser:
+        Console(stack, tmp_path, f"--http-listen={http}", "--keyless-operators")
+        url = f"http://{http}"
+        controls = ("/pause", "/sleep", "/start_weight_update", "/reset_prefix_cache", "/v1/completions")
+        targets = urllib.parse.quote(json.dumps([url + path for path in controls]))
+        for page in (site.url, f"http://evil.example:{site.server_port}"):
+            browser.get(f"{page}/?{targets}")
+            wait_for("answers", lambda: browser.title not in ("", "sending"))
+            assert "fulfilled" in browser.title, "the requests were sent"
+        assert json.loads(get(f"{url}/is_paused")[2])["is_paused"] is False
+        assert json.loads(get(f"{url}/is_sleeping")[2])["is_sleeping"] is False
+        refused = [line for line in get(f"{url}/metrics")[2].splitlines() if "PERMISSION_DENIED" in line]
+        assert [line.rpartition(" ")[2] for line in refused] == ["20.0"], "the gateway got them all"
+        for path in ("/v1/models", "/metrics", "/health"):  # a name of another site that now means this address
+            browser.get(f"http://evil.example:{http.rpartition(':')[2]}{path}")
+            assert "not at &#x27;evil.example" in browser.page_source or "not at 'evil.example" in browser.page_source
+        browser.get(f"{url}/v1/models")
+        assert "demo" in browser.page_source
+        assert get(f"{url}/pause", body={})[0] == 200, "what the page sent was a pause"
 
 
 def lane(browser: WebDriver, name: str) -> list[str]:

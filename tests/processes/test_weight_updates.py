@@ -110,7 +110,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoint
         flags = (*FLAGS, "--weights-dir", str(checkpoints.files))
         workers = [stack.start_worker(scheduler, checkpoints.folder, *flags) for _ in range(2)]
         port = free_port()
-        flags = ("--receipt-key-file", str(key), "--http-listen", f"127.0.0.1:{port}")
+        flags = ("--receipt-key-file", str(key), "--http-listen", f"127.0.0.1:{port}", "--keyless-operators")
         gateway = stack.start_gateway(scheduler, flags=flags)
         for service in stack.services:
             service.wait_ready()

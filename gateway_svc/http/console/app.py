@@ -9,11 +9,10 @@ The page sends keys in a header, never in cookies, so that no other page can use
 
 from __future__ import annotations
 
-import ipaddress
 import mimetypes
 from importlib.resources import files
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
@@ -21,9 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.http.app import HttpApp
+from gateway_svc.http.origins import SitePolicy
 from gateway_svc.operators.console_state import ConsoleState
 from svc_common.calls import RpcStats
-from svc_common.errors import PermissionDeniedError
 
 FOLDER = "/console/"
 STATE = "/console/api/state"
@@ -38,7 +37,9 @@ HEADERS = {
 }
 
 
-def console_app(api: ASGIApp, state: ConsoleState, operators: Authenticator | None, stats: RpcStats) -> ASGIApp:
+def console_app(
+    api: ASGIApp, state: ConsoleState, operators: Authenticator | None, stats: RpcStats, sites: SitePolicy
+) -> ASGIApp:
     """The page with its state, in front of the HTTP API. `operators` None: any caller may read the state."""
     assets = read_assets()
 
@@ -59,37 +60,15 @@ def console_app(api: ASGIApp, state: ConsoleState, operators: Authenticator | No
         *(Route(path, console_file, methods=["GET"]) for path in paths),
         *(Route(path, console_start, methods=["GET"]) for path in starts),
     ]
-    page = HttpApp(routes, authenticator=operators, stats=stats, open_paths=[*paths, *starts])
-    refused = HttpApp([Route("/{path:path}", console_refused)], authenticator=None, stats=stats)
+    page = HttpApp(routes, authenticator=operators, stats=stats, open_paths=[*paths, *starts], sites=sites)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if operators is None and not is_host_of_machine(Headers(scope=scope).get("host", "")):
-            await refused(scope, receive, _with_headers(send))
-        elif scope["path"] in starts or scope["path"].startswith(FOLDER):
+        if scope["path"] in starts or scope["path"].startswith(FOLDER):
             await page(scope, receive, _with_headers(send))
         else:
             await api(scope, receive, send)
 
     return app
-
-
-async def console_refused(request: Request) -> Response:
-    """Refuse a request that names another host."""
-    raise PermissionDeniedError(
-        "the console has no keys, so it answers only at an IP address or localhost, not at "
-        f"{request.headers.get('host', '')[:200]!r}; set --admin-keys, or open it by its address"
-    )
-
-
-def is_host_of_machine(host: str) -> bool:
-    """Whether a Host header has an IP address or localhost. Without keys, a page of another site could otherwise point
-    its own name to this address and read the answers (DNS rebinding).
-    """
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-    try:
-        return name == "localhost" or bool(ipaddress.ip_address(name.strip("[]")))
-    except ValueError:
-        return False
 
 
 def read_assets() -> dict[str, bytes]:

@@ -21,9 +21,10 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.http import app as http_app
-from gateway_svc.http.app import HttpApp, with_cors
+from gateway_svc.http.app import HttpApp
 from gateway_svc.http.fields import ENDPOINTS
 from gateway_svc.http.handlers import Handlers
+from gateway_svc.http.origins import SitePolicy, with_cors
 from gateway_svc.http.server import MAX_CONNECTIONS, HttpServer
 from gateway_svc.http.status import StatusHandlers
 from gateway_svc.operators.admin import AdminServicer
@@ -49,6 +50,7 @@ class HttpGateway:
         authenticator: Authenticator | None = None,
         *,
         origins: Sequence[str] = (),
+        hosts: Sequence[str] = (),
         max_connections: int = MAX_CONNECTIONS,
         audit: Any = None,
         operators: Authenticator | NoOperators | None = None,
@@ -62,6 +64,7 @@ class HttpGateway:
         admin, rollouts = AdminServicer(directory, inspector), RolloutCalls(directory)
         handlers = Handlers(gateway.servicer, directory, gateway.threads.requests, status, admin, rollouts)
         self.operator_paths = sorted(handlers.operator_paths)
+        self.paths = sorted(route.path for route in handlers.routes())
         app = HttpApp(
             handlers.routes(),
             authenticator=authenticator,
@@ -69,6 +72,7 @@ class HttpGateway:
             audit=audit,
             operators=operators,
             operator_paths=self.operator_paths,
+            sites=SitePolicy(hosts, origins),
         )
         app = with_cors(app, origins)
         self.server = HttpServer(app, "127.0.0.1:0", max_connections=max_connections)
@@ -517,6 +521,47 @@ async def test_only_operators_control_weights_and_pauses(gateway: TestGateway, t
         assert not await statuses(http, "operator") & {401, 403}
     async with HttpGateway(gateway, clients, operators=NoOperators()) as http:
         assert await statuses(http, "secret") == {403}
+
+
+OWN = ("127.0.0.1:8000", "localhost", "localhost:1", "[::1]:8080", "10.0.0.3", "gateway:8000", "q.default.svc", "")
+FOREIGN = ("evil.example:8000", "evil.example", "localhost.evil.example:1", "127.0.0.1.evil", "localhost.", "svc.x")
+
+
+async def test_without_keys_only_local_names_are_hosts(gateway: TestGateway) -> None:
+    async with HttpGateway(gateway) as http:
+        for host in OWN:
+            assert (await http.get("/v1/models", headers={"host": host}))[0] == 200, host
+        for host in FOREIGN:
+            status, _, answer = await http.get("/v1/models", headers={"host": host})
+            assert (status, f"not at {host!r}" in answer["error"]["message"]) == (403, True)
+            assert (await http.get("/health", headers={"host": host}))[0] == 403
+    async with HttpGateway(gateway, hosts=["evil.example"]) as http:
+        assert (await http.get("/v1/models", headers={"host": "evil.example:8000"}))[0] == 200
+
+
+async def test_without_keys_pages_of_other_sites_are_refused_on_every_path(
+    gateway: TestGateway, tmp_path: Path
+) -> None:
+    foreign: list[dict[str, str]] = [{"sec-fetch-site": site} for site in ("cross-site", "same-site")]
+    foreign += [{"origin": origin} for origin in ("https://evil.example", "http://127.0.0.1:1", "null")]
+    foreign += [{"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}]
+    chat = "https://chat.example"
+    async with HttpGateway(gateway) as http, HttpGateway(gateway, origins=[chat]) as permitting:
+        for path in (*http.paths, "/unknown"):
+            for headers in foreign:
+                status, _, answer = await http.post(path, data=b"{}", headers=headers)
+                assert (status, "another site" in answer["error"]["message"]) == (403, True), (path, headers)
+        own = {"origin": f"http://127.0.0.1:{http.server.address[1]}", "sec-fetch-site": "same-origin"}
+        link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+        for headers in (own, link, {"sec-fetch-site": "none"}):
+            assert (await http.get("/v1/models", headers=headers))[0] == 200
+        allowed = {"origin": chat, "sec-fetch-site": "cross-site"}
+        assert (await permitting.get("/v1/models", headers=allowed))[0] == 200
+        assert (await permitting.get("/v1/models", headers=foreign[2]))[0] == 403
+    (tmp_path / "me").write_text("secret")
+    async with HttpGateway(gateway, Authenticator(ApiKeys(tmp_path))) as http:
+        headers = {"host": "llm.example.com", "origin": "https://evil.example", "authorization": "Bearer secret"}
+        assert (await http.get("/v1/models", headers=headers))[0] == 200, "a page of another site has no key"
 
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/v1/load_lora_adapter"])

@@ -6,6 +6,12 @@
 {{- include "quire.redisEnv" . }}
 {{- end -}}
 
+{{/* Names of the gateway's Service that the gateway does not permit by itself, as a JSON list. */}}
+{{- define "quire.ownHosts" -}}
+{{- $name := printf "%s-gateway.%s" (include "quire.fullname" .) .Release.Namespace -}}
+{{ list $name (printf "%s.svc.%s" $name .Values.clusterDomain) | toJson }}
+{{- end -}}
+
 {{- define "quire.chunkIntervalMs" -}}
 {{- $milliseconds := .Values.gateway.chunkIntervalMs | int -}}
 {{- if lt $milliseconds 0 -}}
