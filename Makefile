@@ -15,7 +15,7 @@ HOSTILE_FLAGS ?=
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-$(STAMP): pyproject.toml scripts/gen_protos.py scripts/gen_sync.py scripts/install_torch scripts/install_dev scripts/install_promtool constraints-dev.txt $(wildcard protos/quire/v1/*.proto protos/quire/internal/v1/*.proto client/quire_client/aio/*.py)
+$(STAMP): pyproject.toml scripts/gen_protos.py scripts/gen_sync.py scripts/gen_types.py scripts/install_torch scripts/install_dev scripts/install_promtool constraints-dev.txt $(wildcard protos/quire/v1/*.proto protos/quire/internal/v1/*.proto client/quire_client/aio/*.py)
 	@$(PYTHON) -c 'import sys; sys.exit("Quire needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=python3.11") if sys.version_info < (3, 11) else 0'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --upgrade pip

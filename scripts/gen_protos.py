@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Generate the gRPC stubs beside their .proto files.
+"""Generate the gRPC stubs beside their .proto files, and the dataclasses that repeat messages (gen_types.py).
 
-The build hook, developers and CI all call this script. It does nothing if the stubs are newer than the protos and this
+The build hook, developers and CI all call this script. It generates no stubs if they are newer than the protos and this
 script, except with `--force`.
 """
 
@@ -12,6 +12,8 @@ import shutil
 import sys
 from importlib import resources
 from pathlib import Path
+
+import gen_types
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTO_ROOT = ROOT / "protos"
@@ -65,3 +67,4 @@ if __name__ == "__main__":
     if "--force" in sys.argv or not is_fresh():
         generate()
         print(f"generated stubs for {len(proto_files())} protos in {PROTO_ROOT}")
+    gen_types.generate()

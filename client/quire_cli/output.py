@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from quire_client.errors import InvalidRequest, QuireError, renamed
-from quire_client.types import Delta, GenerateResult, Sample, TokenLogprob, TopLogprob, Usage, plain
+from quire_client.plain import plain
+from quire_client.types import Delta, GenerateResult, Sample, TokenLogprob, TopLogprob, Usage
 
 from request_fields.fields import FIELDS
 

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire_client.types import Result, SchedulerStatus, Status
+from quire_client.plain import Result
+from quire_client.types import SchedulerStatus, Status
 
 RATE_S = 2.0
 QUANTILE_S = 30.0

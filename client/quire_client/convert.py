@@ -7,29 +7,21 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message as ProtoMessage
 from quire.v1 import inference_pb2 as pb
-from quire.v1 import rollouts_pb2, session_pb2, types_pb2
+from quire.v1 import types_pb2
 
+from quire_client import results
+from quire_client.plain import Result
 from quire_client.types import (
     AbortResult,
     EmbedResult,
     FinishReason,
-    LatencyHistogram,
     ModelInfo,
-    OpenRequest,
-    Result,
     Sample,
-    SchedulerStatus,
-    SessionInfo,
-    SessionSample,
     Status,
-    TensorChecksum,
     TokenLogprob,
     TopLogprob,
     Usage,
-    WeightsStatus,
-    WeightVersion,
     WeightVersionSpan,
-    WorkerStatus,
 )
 
 R = TypeVar("R", bound=Result)
@@ -41,16 +33,6 @@ FINISH_REASONS = {
     types_pb2.FINISH_REASON_ABORTED: FinishReason.ABORTED,
     types_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
 }
-
-WORKER_STATES = {
-    types_pb2.WORKER_STATE_LOADING: "loading",
-    types_pb2.WORKER_STATE_READY: "ready",
-    types_pb2.WORKER_STATE_DRAINING: "draining",
-    types_pb2.WORKER_STATE_LOST: "lost",
-    types_pb2.WORKER_STATE_JOINING: "joining",
-}
-
-WORKER_ROLES = {types_pb2.WORKER_ROLE_PREFILL: "prefill", types_pb2.WORKER_ROLE_DECODE: "decode"}
 
 
 def token_logprobs(message: pb.Logprobs, token_ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
@@ -95,38 +77,40 @@ def sample(finished: pb.Finished, token_ids: Iterable[int], text: str, logprobs:
         message=finished.message,
         logprobs=tuple(logprobs),
         receipt=finished.receipt,
-        weight_versions=tuple(map(_span, finished.weight_versions)),
+        weight_versions=tuple(result(WeightVersionSpan, span) for span in finished.weight_versions),
         score=finished.score if finished.HasField("score") else None,
         cumulative_logprob=finished.cumulative_logprob if finished.HasField("cumulative_logprob") else None,
     )
 
 
-def session(message: session_pb2.Session) -> SessionInfo:
-    """A session."""
-    samples = tuple(result(SessionSample, sample) for sample in message.samples)
-    return result(SessionInfo, message, samples=samples)
-
-
-def _span(span: types_pb2.WeightVersionSpan) -> WeightVersionSpan:
-    return result(WeightVersionSpan, span, weights=result(WeightVersion, span.weights))
-
-
-def tensors(messages: Iterable[rollouts_pb2.TensorChecksum]) -> tuple[TensorChecksum, ...]:
-    return tuple(result(TensorChecksum, message) for message in messages)
-
-
-def weights_status(response: rollouts_pb2.GetWeightsResponse) -> WeightsStatus:
-    weights = result(WeightVersion, response.weights)
-    return result(WeightsStatus, response, weights=weights, tensors=tensors(response.tensors))
-
-
 def result(kind: type[R], message: ProtoMessage, **others: Any) -> R:
-    """A result from the fields of a message that have the names of its own. `others`: the remaining ones."""
-    for name in kind.__slots__:
-        if name not in others:
-            value = getattr(message, name)
-            others[name] = value if isinstance(value, str | bytes | int | float) else tuple(value)
+    """The result that has the fields of a message. `others`: fields with other values."""
+    descriptors = message.DESCRIPTOR.fields_by_name
+    for name in kind.__match_args__:
+        if name in others:
+            continue
+        field, value = descriptors[name], getattr(message, name)
+        if field.enum_type is not None or field.has_presence or field.message_type is not None:
+            value = _value(message, field)
+        elif not isinstance(value, str | bytes | int | float):
+            value = tuple(value)
+        if value is not None:
+            others[name] = value
     return kind(**others)
+
+
+def _value(message: ProtoMessage, field: Any) -> Any:
+    """The value of a message, an enum or an optional field; None: the default of its result."""
+    if field.has_presence and not message.HasField(field.name):
+        return None
+    value = getattr(message, field.name)
+    if field.enum_type is not None:
+        unspecified, known = field.enum_type.values[0].name, field.enum_type.values_by_number.get(value)
+        return known.name.removeprefix(unspecified.removesuffix("UNSPECIFIED")).lower() if value and known else None
+    if field.message_type is not None:
+        kind = results.MESSAGES[field.message_type.name]
+        return result(kind, value) if field.has_presence else tuple(result(kind, item) for item in value)
+    return value
 
 
 def embed_result(response: pb.EmbedResponse) -> EmbedResult:
@@ -144,13 +128,20 @@ def abort_result(responses: Iterable[pb.AbortResponse], request: pb.AbortRequest
 
 def model_info(model: pb.Model) -> ModelInfo:
     info = model.info
-    return result(
-        ModelInfo,
-        info,
+    return ModelInfo(
         name=info.model,
+        revision=info.revision,
         ready_workers=model.ready_workers,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=tuple(info.eos_token_ids),
+        block_size=info.block_size,
+        max_num_blocks=info.max_num_blocks,
+        max_num_seqs=info.max_num_seqs,
+        dtype=info.dtype,
         determinism="exact" if info.determinism == types_pb2.DETERMINISM_EXACT else "best_effort",
         quantization=info.quantization or None,
+        hidden_size=info.hidden_size,
         adapters=tuple(adapter.name for adapter in info.adapters),
     )
 
@@ -160,22 +151,5 @@ def models(response: pb.ListModelsResponse) -> tuple[ModelInfo, ...]:
 
 
 def status(response: pb.GetStatusResponse) -> Status:
-    pinned = response.pinned_sessions if response.HasField("pinned_sessions") else None
-    schedulers = tuple(scheduler_status(s) for s in response.schedulers)
     owners = {pins.owner: pins.num_sessions for pins in response.pins_by_owner}
-    return Status(schedulers, response.open_streams, response.is_summary, pinned, owners)
-
-
-def scheduler_status(message: pb.SchedulerStatus) -> SchedulerStatus:
-    return result(
-        SchedulerStatus,
-        message,
-        workers=tuple(worker_status(worker) for worker in message.workers),
-        first_token=result(LatencyHistogram, message.first_token),
-        slowest=tuple(result(OpenRequest, request) for request in message.slowest),
-    )
-
-
-def worker_status(message: pb.WorkerInfo) -> WorkerStatus:
-    state, role = WORKER_STATES.get(message.state, "unknown"), WORKER_ROLES.get(message.role, "both")
-    return result(WorkerStatus, message, state=state, role=role)
+    return result(Status, response, pins_by_owner=owners)

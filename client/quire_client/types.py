@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_client.images import Image
-
-
-class Result:
-    """Base of all results."""
-
-    __slots__: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as a dictionary that `json.dumps` accepts."""
-        return dict(plain(self))
-
-
-def plain(value: Any) -> Any:
-    """A structure of dataclasses as one that `json.dumps` accepts."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, bytes):  # the bytes of a token may not be valid UTF-8
-        return value.decode(errors="backslashreplace")
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+from quire_client.plain import Result
+from quire_client.results import *  # noqa: F403
+from quire_client.results import Message, ToolCall, ToolCallDelta, Usage, WeightVersionSpan
 
 
 class FinishReason(enum.Enum):
@@ -42,38 +19,6 @@ class FinishReason(enum.Enum):
     LENGTH = "length"  # max_tokens, max_model_len or the KV pool was reached
     ABORTED = "aborted"  # ended by the client, by abort() or by a deadline
     ERROR = "error"  # the server could not finish the sample: see `Sample.message`
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall(Result):
-    """A call of a tool. `arguments` is JSON text as the model wrote it: it may be cut off or invalid."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta(Result):
-    """New arguments of tool call number `index` of a sample."""
-
-    index: int
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
-class Message(Result):
-    """One message of a conversation. `role` is system, developer, user, assistant or tool."""
-
-    role: str
-    content: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant message
-    tool_call_id: str = ""  # of a tool message: the id of the call that it answers
-    name: str = ""
-    reasoning: str = ""  # of an assistant message
-    parts: tuple[str | Image, ...] = ()  # texts and images in order, instead of content
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,75 +65,6 @@ class Delta(Result):
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # one per new token, with the option `logprobs`
-
-
-@dataclass(frozen=True, slots=True)
-class Usage(Result):
-    """Token counts of a sample or of a whole request."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens from the prefix cache
-    output_tokens: int = 0
-    recomputed_tokens: int = 0  # recomputed after a preemption or a move to another worker
-    reasoning_tokens: int = 0  # output tokens of reasoning, in a chat
-    discarded_tokens: int = 0  # with best_of: tokens of the samples that are not returned; the first sample has them
-    processor_seconds: float = 0.0  # of workers; the first sample of a request has the prompt
-    block_seconds: float = 0.0  # KV blocks x seconds
-
-    @property
-    def total_tokens(self) -> int:
-        return self.prompt_tokens + self.output_tokens + self.discarded_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class WeightVersion(Result):
-    """Weights of a model (`Client.update_weights`)."""
-
-    version: int = 0  # 0: those of the checkpoint
-    revision: str = ""
-    weights_digest: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightVersionSpan(Result):
-    """Output tokens of a sample that one version of the weights has computed."""
-
-    weights: WeightVersion
-    start: int
-    end: int
-    keeps_kv: bool = False  # keys and values of the tokens before are those of earlier versions
-
-
-@dataclass(frozen=True, slots=True)
-class PausedSample(Result):
-    """A sample that waits for the end of a pause."""
-
-    request_id: str
-    index: int
-    num_output_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class TensorChecksum(Result):
-    """A tensor of an update, as the workers have read it."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    checksum: str
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsStatus(Result):
-    """The weights in use, the open update, pauses and what sleeps."""
-
-    weights: WeightVersion
-    num_workers: int
-    update_id: str = ""
-    update_version: int = 0
-    tensors: tuple[TensorChecksum, ...] = ()
-    pause_ids: tuple[str, ...] = ()
-    asleep: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,17 +167,6 @@ class EmbedResult(Result):
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreResult(Result):
-    """Scores of pairs of texts, in order. A higher score is a better match."""
-
-    scores: tuple[float, ...]
-    prompt_tokens: tuple[int, ...]  # of each pair
-    model: str
-    revision: str
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
 class TokenizeResult(Result):
     """Token ids of a prompt, and the model's limit for prompt + output."""
 
@@ -327,121 +192,6 @@ class ModelInfo(Result):
     quantization: str | None = None  # int8: weights are quantized to 8 bits
     hidden_size: int = 0  # width of prompt embeddings; 0: the workers take tokens only
     adapters: tuple[str, ...] = ()  # names of its LoRA adapters
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSample(Result):
-    """The output of one sample of a session."""
-
-    num_tokens: int
-    is_finished: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SessionInfo(Result):
-    """A session. In a list, only its id and its ends are set."""
-
-    session_id: str
-    model: str
-    adapter: str
-    revision: str
-    prompt_tokens: int
-    samples: tuple[SessionSample, ...]
-    is_running: bool  # a gateway computes its output now
-    expires_in_s: float  # until it is deleted, if it is not used
-    pinned_for_s: float  # 0: it is not pinned
-    base_id: str  # of the session that it continues, or was made from
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterStatus(Result):
-    """A LoRA adapter of a model."""
-
-    name: str
-    model: str
-    digest: str  # of its content, in hex
-    path: str  # of its folder on the workers' disks
-    num_workers: int  # that have it in memory
-    num_resident: int  # workers whose rows can use it without a swap
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus(Result):
-    """State of a worker, as its scheduler sees it."""
-
-    worker_id: str
-    address: str
-    state: str  # loading, joining (not leased yet), ready, draining or lost
-    rows_used: int
-    rows_total: int
-    blocks_free: int
-    blocks_cached: int  # cached prefixes that no sequence uses
-    blocks_used: int
-    steps: int
-    worker_epoch: int
-    adapters_loaded: int = 0
-    adapters_resident: int = 0  # adapters that rows can use without a swap
-    adapter_swaps: int = 0
-    role: str = "both"  # the work that it prefers: prefill, decode or both
-    degradations: tuple[str, ...] = ()  # why it serves slower than it could
-
-
-@dataclass(frozen=True, slots=True)
-class LatencyHistogram(Result):
-    """Counts of durations. `counts` has one more item than `bounds_s`: the last bucket has no upper bound."""
-
-    bounds_s: tuple[float, ...] = ()
-    counts: tuple[int, ...] = ()
-    sum_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class OpenRequest(Result):
-    """A request that has not ended."""
-
-    request_id: str
-    worker_id: str  # empty: it waits
-    age_s: float
-    prompt_tokens: int
-    output_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStatus(Result):
-    """A scheduler and its workers."""
-
-    address: str
-    model: str  # empty while the scheduler is unreachable
-    connected: bool
-    num_waiting: int
-    max_waiting: int
-    num_running: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    preemptions: int
-    prefix_index: str  # memory, redis, or redis (down)
-    steps: int
-    workers: tuple[WorkerStatus, ...]
-    pending_tokens: int = 0  # prompt tokens not computed yet, in the queue and on workers
-    max_waiting_tokens: int = 0  # limit of tokens in the queue (prompts plus expected outputs); 0: no limit
-    refused_deadline: int = 0  # requests refused because they could not meet their deadline
-    output_tokens: int = 0  # since the scheduler started
-    finished: int = 0  # sequences that ended since the scheduler started
-    first_token: LatencyHistogram = LatencyHistogram()
-    slowest: tuple[OpenRequest, ...] = ()  # the oldest open requests, the oldest first; at most 10
-    revision: str = ""  # of the model; empty before the first worker
-    accepted_draft_tokens: int = 0  # output tokens that were drafts, since the scheduler started
-
-
-@dataclass(frozen=True, slots=True)
-class Status(Result):
-    """The state of all schedulers behind one gateway."""
-
-    schedulers: tuple[SchedulerStatus, ...]
-    open_streams: int
-    is_summary: bool = False  # only `model` and `connected` of each scheduler are known
-    pinned_sessions: int | None = None  # of all owners; None: the gateway keeps no records, or cannot read them now
-    pins_by_owner: dict[str, int] = field(default_factory=dict)  # of the owners that have the most, at most 20
 
 
 @dataclass(frozen=True, slots=True)

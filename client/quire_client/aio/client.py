@@ -237,7 +237,7 @@ class AsyncClient:
         """Your sessions, the newest first. Only their ids and ends are set; `session(id).info()` has the rest."""
         request = session_pb2.ListSessionsRequest()
         response = await self.unary(lambda gateway: gateway.sessions.ListSessions, request, timeout_s)
-        return tuple(convert.session(session) for session in response.sessions)
+        return tuple(convert.result(SessionInfo, session) for session in response.sessions)
 
     async def chat(
         self, messages: Messages, *, response_model: type | None = None, **options: Unpack[GenerateOptions]
@@ -395,7 +395,7 @@ class AsyncClient:
         pieces = (data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES))
         messages = [first, *(rollouts_pb2.PutTensorsRequest(data=piece) for piece in pieces)]
         response = await self.unary(_put_tensors, messages, UPDATE_TIMEOUT_S)
-        return convert.tensors(response.tensors)
+        return tuple(convert.result(TensorChecksum, tensor) for tensor in response.tensors)
 
     async def commit_update(
         self, update_id: str, *, running_rows: str = "recompute", digest: str = "", model: str = ""
@@ -418,7 +418,8 @@ class AsyncClient:
     async def weights(self, *, model: str = "") -> WeightsStatus:
         """The weights in use, the open update, pauses and what sleeps."""
         request = rollouts_pb2.GetWeightsRequest(model=model)
-        return convert.weights_status(await self.unary(lambda gateway: gateway.rollouts.GetWeights, request, None))
+        response = await self.unary(lambda gateway: gateway.rollouts.GetWeights, request, None)
+        return convert.result(WeightsStatus, response)
 
     async def pause(self, pause_id: str, *, mode: str = "keep", model: str = "") -> tuple[PausedSample, ...]:
         """Compute no steps until `unpause`. `mode`: keep, retract, abort or finish."""

@@ -98,7 +98,7 @@ class AsyncSession:
         """What the server knows of the session. Raises RequestNotFound."""
         request = session_pb2.GetSessionRequest(session_id=self.id)
         response = await self._call(lambda gateway: gateway.sessions.GetSession, request)
-        return convert.session(response.session)
+        return convert.result(SessionInfo, response.session)
 
     async def fork(self, n: int = 1) -> tuple[Self, ...]:
         """Sessions that continue from here, independent of each other and of this one."""

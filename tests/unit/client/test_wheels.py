@@ -53,6 +53,7 @@ def test_the_sdk_wheel_has_the_sdk_and_the_stubs_only(wheels):
         "quire/v1/inference_pb2.pyi",
         "quire_client/py.typed",
         "quire_client/sync/client.py",
+        "quire_client/results.py",
         "quire/py.typed",
     } <= set(sdk.namelist())
     assert not [name for name in sdk.namelist() if "demo_model" in name]
