@@ -2,7 +2,8 @@
 protocol and the tables of docs/ derive from these rows.
 
 To add a sampling parameter: the proto field, a row of `FIELDS` and an attribute of `SamplingParams` here, and the
-sampler of each backend. `scripts/docs_tables.py` then writes comments, tables and the SDK's `GenerateOptions`.
+sampler of each backend. `scripts/docs_tables.py` then writes comments and tables, `scripts/gen_types.py` the options of
+the SDK.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Writes the tables of docs/, from the table of request fields also the comments of parameters in the protocol and the
-SDK's options, and the services' flags for `quire up`. `--check`: only report outdated files.
+"""Writes the tables of docs/, from the table of request fields also the comments of parameters in the protocol, and the
+services' flags for `quire up`. `--check`: only report outdated files.
 
 A table is the text between `<!-- NAME -->` and `<!-- end -->`; the rest of the page is written by hand.
 """
@@ -12,12 +12,11 @@ import math
 import re
 import sys
 import tempfile
-import textwrap
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gen_types import comment_lines, described, limits_of
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from quire.v1 import inference_pb2, session_pb2
 
@@ -31,7 +30,7 @@ from gateway_svc.http.fields import ENDPOINTS, BodyField
 from gateway_svc.text.reasoning import REASONING_FORMATS
 from gateway_svc.text.tool_formats import TOOL_FORMATS
 from request_fields.beams import NOT_WITH_BEAMS
-from request_fields.fields import BY_PATH, FIELDS, MAX_UINT32, BodyForm, Field, Kind
+from request_fields.fields import BY_PATH, FIELDS, Field
 from svc_common.config import FlagKind, allowed_values, environment_name, make_parser, settings_of
 from svc_common.observe.metrics import COMMON, PREFIX, Spec
 from worker_svc.engine.checkpoint.families import ARCHITECTURES
@@ -47,7 +46,6 @@ PARSERS = {
     "scheduler": scheduler_svc.flags.make_parser(),
     "worker": worker_svc.flags.make_parser(),
 }
-LINE = 120  # characters
 PARAMETERS = {  # message -> prefix of the paths of its fields
     "SamplingParams": "sampling.",
     "StopParams": "stop.",
@@ -56,18 +54,7 @@ PARAMETERS = {  # message -> prefix of the paths of its fields
     "GenerateRequest": "",
 }
 PROTOS = [ROOT / "protos/quire/v1" / name for name in ("types.proto", "inference.proto")]
-SDK_OPTIONS = ROOT / "client/quire_client/requests.py"
 FLAGS_OF_SERVICES = ROOT / "client/quire_cli/stack/service_flags.json"
-SDK_TYPES = {
-    **dict.fromkeys((Kind.INT32, Kind.UINT32, Kind.UINT64), "int"),
-    Kind.FLOAT: "float",
-    Kind.BOOL: "bool",
-    Kind.STRING: "str",
-    Kind.STRINGS: "str | Sequence[str]",
-    Kind.TOKEN_IDS: "Sequence[int]",
-    Kind.BLOBS: "Sequence[Image | bytes | str | PathLike[str]]",
-    Kind.BIASES: "Mapping[int, float]",
-}
 SPECS = {
     "every": COMMON,
     "gateway": gateway_svc.metrics.SPECS,
@@ -154,7 +141,7 @@ def field_rows() -> Iterator[list[str]]:
             f"`--{field.option.replace('_', '-')}`" if field.has_flag or field.name == "n" else "",
             field.kind.value,
             _default_of_field(field),
-            _limits_of(field),
+            limits_of(field),
             ", ".join((side.name or "").lower() for side in field.applied_by),
             field.resume.value,
             field.doc,
@@ -164,55 +151,6 @@ def field_rows() -> Iterator[list[str]]:
 def _default_of_field(field: Field) -> str:
     default = "" if field.default in (None, "") else f"`{str(field.default).lower()}`"
     return f"generation_config, else {default}" if field.config_key else default
-
-
-def _limits_of(field: Field) -> str:
-    limits = [] if field.kind is Kind.ENUM or field.low is None else [field.allowed]
-    limits += [f"at most {field.max_items} items"] if field.max_items else []
-    limits += [f"1 to {field.max_chars} characters each"] if field.max_chars else []
-    limits += [f"at most {_size(field.max_bytes)}"] if field.max_bytes else []
-    return ", ".join(limits)
-
-
-def options_block() -> str:
-    """The attributes of the SDK's GenerateOptions that set request fields."""
-    return "".join(_option(field) for field in FIELDS)
-
-
-def _option(field: Field) -> str:
-    """One attribute with its comment: behind it if the line has room, else above."""
-    attribute = f"    {field.option}: {_sdk_type(field)}"
-    comment = described(field)
-    if len(line := f"{attribute}  # {comment}") <= LINE:
-        return f"{line}\n"
-    return f"{_comment(comment, '    # ')}{attribute}\n"
-
-
-def _sdk_type(field: Field) -> str:
-    if field.http and field.http.form is BodyForm.OBJECT_OR_TEXT:
-        return "str | Mapping[str, Any]"
-    if field.kind is Kind.ENUM:
-        return " | ".join(sorted({type(value).__name__ for value in field.values or {}}))
-    return SDK_TYPES[field.kind]
-
-
-def described(field: Field) -> str:
-    """The meaning, limits and default of a field in one text."""
-    limits = _limits_of(replace(field, high=None) if field.high and field.high >= MAX_UINT32 else field)
-    words = [field.doc]
-    words += [f"{limits[0].upper()}{limits[1:]}."] if limits and limits != "at least 0" else []
-    if field.default not in (None, ""):
-        number = isinstance(field.default, float)
-        words.append(f"Default {f'{field.default:g}' if number else str(field.default).lower()}.")
-    return " ".join(words)
-
-
-def _wrapped(text: str, mark: str) -> list[str]:
-    return textwrap.wrap(text, LINE, initial_indent=mark, subsequent_indent=mark, break_on_hyphens=False)
-
-
-def _comment(text: str, mark: str) -> str:
-    return "".join(f"{line}\n" for line in _wrapped(text, mark))
 
 
 def commented_proto(path: Path) -> str:
@@ -227,13 +165,9 @@ def commented_proto(path: Path) -> str:
         if field:
             while lines[-1].startswith("  //"):
                 lines.pop()
-            lines.append(_comment(described(field), "  // "))
+            lines.append(comment_lines(described(field), "  // "))
         lines.append(line)
     return "".join(lines)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes} bytes" if num_bytes % 1024 else f"{num_bytes >> 10} KiB"
 
 
 def message_rows() -> Iterator[list[str]]:
@@ -282,7 +216,7 @@ def body_rows(rows: Sequence[BodyField]) -> Iterator[list[str]]:
             yield [f"`{row.name}`", "", "", "", row.doc]
         elif row.is_served and field is not None:
             meaning = " ".join(words for words in (field.doc, row.doc) if words)
-            yield [f"`{row.name}`", f"`{row.path}`", field.kind.value, _limits_of(field), meaning]
+            yield [f"`{row.name}`", f"`{row.path}`", field.kind.value, limits_of(field), meaning]
 
 
 def refused_body_rows() -> Iterator[list[str]]:
@@ -344,14 +278,7 @@ def _served(backend: str, needed: Set[str], may_need: Set[str]) -> str:
 
 def written() -> dict[Path, str]:
     """Text of each generated file."""
-    sdk = re.sub(
-        r"(?<=# Request fields: written by scripts/docs_tables.py\n).*?(?=    # End of request fields\n)",
-        lambda _: options_block(),
-        SDK_OPTIONS.read_text(encoding="utf-8"),
-        flags=re.DOTALL,
-    )
-    others = {SDK_OPTIONS: sdk, FLAGS_OF_SERVICES: flags_of_services()}
-    return pages() | {path: commented_proto(path) for path in PROTOS} | others
+    return pages() | {path: commented_proto(path) for path in PROTOS} | {FLAGS_OF_SERVICES: flags_of_services()}
 
 
 def pages() -> dict[Path, str]:

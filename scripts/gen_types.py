@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Generate dataclasses that repeat messages of the protocol: fields, types and comments come from the .proto files.
+"""Generate dataclasses that repeat messages of the protocol, and the SDK's options that repeat request fields. Names,
+types and comments come from the .proto files and request_fields/fields.py.
 
 gen_protos.py calls this script. A field that is not set in a message has the
 default of its dataclass; an enum is the name of its value in lower case.
@@ -8,11 +9,16 @@ default of its dataclass; an enum is the name of its value in lower case.
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from request_fields.fields import FIELDS, MAX_UINT32, BodyForm, Kind
+from request_fields.fields import Field as RequestField
 
 ROOT = Path(__file__).resolve().parents[1]
 PROTO_ROOT = ROOT / "protos"
@@ -27,6 +33,16 @@ SCALARS = {
     "string": ("str", '""'),
     "bytes": ("bytes", 'b""'),
 }
+SDK_TYPES = {
+    **dict.fromkeys((Kind.INT32, Kind.UINT32, Kind.UINT64), "int"),
+    Kind.FLOAT: "float",
+    Kind.BOOL: "bool",
+    Kind.STRING: "str",
+    Kind.STRINGS: "str | Sequence[str]",
+    Kind.TOKEN_IDS: "Sequence[int]",
+    Kind.BLOBS: "Sequence[Image | bytes | str | PathLike[str]]",
+    Kind.BIASES: "Mapping[int, float]",
+}
 HEAD_OF_MODULE = '''# Generated from the .proto files by scripts/gen_types.py. Edit these.
 """{doc}"""
 
@@ -36,6 +52,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 {imports}
+'''
+OPTIONS = '''# Generated from request_fields/fields.py by scripts/gen_types.py. Edit that file.
+"""Options of the SDK that set fields of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any, TypedDict
+
+from quire_client.images import Image
+
+
+class RequestOptions(TypedDict, total=False):
+    """Keyword options that set fields of a request. An unset option takes the model's default, then the server's."""
+
 '''
 ENUM = "str", '"unknown"'
 
@@ -172,6 +204,58 @@ def _type(one: Field, names: Mapping[str, str], enums: Set[str]) -> tuple[str, s
     return (f"{name} | None", "None") if one.label else (name, default)
 
 
+def options_source() -> str:
+    """The text of the module with the SDK's options."""
+    return OPTIONS + "".join(map(_option, FIELDS))
+
+
+def _option(field: RequestField) -> str:
+    """One attribute with its comment: behind it if the line has room, else above."""
+    attribute = f"    {field.option}: {_sdk_type(field)}"
+    comment = described(field)
+    if len(line := f"{attribute}  # {comment}") <= LINE:
+        return f"{line}\n"
+    return f"{comment_lines(comment, '    # ')}{attribute}\n"
+
+
+def _sdk_type(field: RequestField) -> str:
+    if field.http and field.http.form is BodyForm.OBJECT_OR_TEXT:
+        return "str | Mapping[str, Any]"
+    if field.kind is Kind.ENUM:
+        return " | ".join(sorted({type(value).__name__ for value in field.values or {}}))
+    return SDK_TYPES[field.kind]
+
+
+def described(field: RequestField) -> str:
+    """The meaning, limits and default of a field in one text."""
+    limits = limits_of(replace(field, high=None) if field.high and field.high >= MAX_UINT32 else field)
+    words = [field.doc]
+    words += [f"{limits[0].upper()}{limits[1:]}."] if limits and limits != "at least 0" else []
+    if field.default not in (None, ""):
+        number = isinstance(field.default, float)
+        words.append(f"Default {f'{field.default:g}' if number else str(field.default).lower()}.")
+    return " ".join(words)
+
+
+def comment_lines(text: str, mark: str) -> str:
+    """A comment whose lines begin with `mark`."""
+    lines = textwrap.wrap(text, LINE, initial_indent=mark, subsequent_indent=mark, break_on_hyphens=False)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def limits_of(field: RequestField) -> str:
+    """Range and sizes of a field."""
+    limits = [] if field.kind is Kind.ENUM or field.low is None else [field.allowed]
+    limits += [f"at most {field.max_items} items"] if field.max_items else []
+    limits += [f"1 to {field.max_chars} characters each"] if field.max_chars else []
+    limits += [f"at most {_size(field.max_bytes)}"] if field.max_bytes else []
+    return ", ".join(limits)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes} bytes" if num_bytes % 1024 else f"{num_bytes >> 10} KiB"
+
+
 def _docstring(text: str) -> Iterator[str]:
     if len(line := f'    """{text}"""') <= LINE:
         yield line
@@ -182,10 +266,10 @@ def _docstring(text: str) -> Iterator[str]:
 
 def generate() -> None:
     protocol = Protocol()
-    for module in MODULES:
-        path, text = ROOT / module.path, source(module, protocol)
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
+    texts = {module.path: source(module, protocol) for module in MODULES}
+    for path, text in (texts | {"client/quire_client/options.py": options_source()}).items():
+        if not (ROOT / path).exists() or (ROOT / path).read_text() != text:
+            (ROOT / path).write_text(text)
             print(f"generated {path}")
 
 

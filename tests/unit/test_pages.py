@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,11 @@ VARIABLES = {"$namespace": ".*", "$model": ".*", "$__rate_interval": "5m"}
 
 
 def load_docs_tables() -> Any:
-    spec = importlib.util.spec_from_file_location("docs_tables", ROOT / "scripts/docs_tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        return importlib.import_module("docs_tables")
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
 
 
 def dashboard_expressions() -> list[str]:
