@@ -18,6 +18,7 @@ class _AnswerItem:
     kind: str  # reasoning, content or tool_call
     call_id: str = ""
     name: str = ""
+    start: int = 0  # bytes of the item before `texts`
     texts: list[str] = field(default_factory=list)
     num_bytes: int = 0
 
@@ -39,9 +40,11 @@ class NewParts:
 
 
 class AnswerAssembler:
-    """The items of one answer so far."""
+    """The items of one answer so far. `starts_late`: the first part may be at any item and byte of the answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, starts_late: bool = False) -> None:
+        self._starts_late = starts_late
+        self._first = 0  # number of the first item
         self._items: list[_AnswerItem] = []
 
     @property
@@ -79,11 +82,16 @@ class AnswerAssembler:
         """Append the part's new text to its item, and return it."""
         kind = part.WhichOneof("kind") or "content"
         text = part.tool_call.arguments if kind == "tool_call" else getattr(part, kind)
-        if part.item == len(self._items):
-            self._items.append(_AnswerItem(kind, part.tool_call.id, part.tool_call.name))
-        if part.item >= len(self._items) or self._items[part.item].kind != kind:
-            raise PartError(f"unexpected part of item {part.item} ({kind}); number of items so far: {len(self._items)}")
-        item = self._items[part.item]
+        start = 0
+        if self._starts_late and not self._items:
+            self._first, start = part.item, part.offset
+        at = part.item - self._first
+        if at == len(self._items):
+            self._items.append(_AnswerItem(kind, part.tool_call.id, part.tool_call.name, start, num_bytes=start))
+        if not 0 <= at < len(self._items) or self._items[at].kind != kind:
+            end = self._first + len(self._items)
+            raise PartError(f"unexpected part of item {part.item} ({kind}); number of items so far: {end}")
+        item = self._items[at]
         if part.offset != item.num_bytes:
             text = _new_text(item, part, text, is_resuming=is_resuming)
         if text:
@@ -97,9 +105,9 @@ class AnswerAssembler:
 
 def _new_text(item: _AnswerItem, part: pb.AnswerPart, text: str, *, is_resuming: bool) -> str:
     data, have = text.encode(), item.num_bytes - part.offset
-    if not is_resuming or have < 0:
+    if not is_resuming or have < 0 or part.offset < item.start:
         raise PartError(f"a part of item {part.item} starts at byte {part.offset}, expected {item.num_bytes}")
-    known = item.text.encode()[part.offset :]
+    known = item.text.encode()[part.offset - item.start :]
     if data[:have] != known[: len(data)]:
         raise PartError(f"item {part.item} at byte {part.offset} changed after the stream broke")
     return data[have:].decode()

@@ -336,7 +336,8 @@ class ResumedAssembler(StreamAssembler):
 
     def _new_samples(self, accepted: pb.Accepted) -> list[_Partial]:
         self._num_open = accepted.n
-        return [_Partial(start=self._after.get(index, 0)) for index in range(accepted.n)]
+        starts = [self._after.get(index, 0) for index in range(accepted.n)]
+        return [_Partial(start=start, answer=AnswerAssembler(starts_late=start > 0)) for start in starts]
 
     def _chunk(self, chunk: pb.Chunk) -> Delta | None:
         return None if self._is_resuming and self._is_known(chunk.index) else super()._chunk(chunk)

@@ -100,7 +100,11 @@ async def test_the_command_lists_shows_and_deletes_sessions(tmp_path: Path, caps
             assert "there are no sessions" in await quire("session", "list")
             session = client.session(max_tokens=5, temperature=0)
             await session.chat("Hello")
-            await session.chat("And then?")
+            whole = await session.chat("And then?")
+            for start in range(6):
+                async with resumed(session, start) as rest:
+                    assert rest.token_ids == whole.token_ids[start:]
+                    assert whole.text.endswith(rest.text)
             (fork,) = await session.fork()
             await fork.pin(5000)
             assert (await client.status()).pinned_sessions == 1

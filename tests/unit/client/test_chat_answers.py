@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import struct
 
 import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 from quire_cli.output import AnswerWriter
 from quire_client import InvalidRequest, Message, StreamCorrupted, ToolCall, ToolCallDelta
-from quire_client.assembly import StreamAssembler
+from quire_client.assembly import StreamAssembler, assembler_of
 from quire_client.requests import generate_request
 from quire_client.types import Delta
+from xxhash import xxh3_64_intdigest
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
@@ -180,3 +182,57 @@ def test_the_command_labels_reasoning_and_calls(capsys):
     writer.write(Delta(0, 0, (), "", "", (ToolCallDelta(0, "c", "f", "{"), ToolCallDelta(0, "c", "f", "}"))))
     writer.end()
     assert capsys.readouterr().out == "reasoning: Hm.\nYes\ntool call: f {}\n"
+
+
+PARTS = [
+    part(0, 0, reasoning="Hm"), part(1, 0, content="é"), part(1, 2, content="!"), part(2, 0, call="{"),
+    part(2, 1, call='"a"'), part(2, 4, call="}"), part(3, 0, content="."),
+]  # fmt: skip
+BY_ITEM = ("reasoning", "content", "tool_call", "content")
+
+
+def answer_after(start, break_at):
+    """The parts after `start` tokens, of which the one before `break_at` is sent again after a break."""
+    request = pb.ResumeRequest(request_id="r", after=[pb.ResumePosition(index=0, num_tokens=start)])
+    assembler = assembler_of(request, can_resume=True)
+    accepted = pb.Accepted(request_id="r", seed=1, model="m", n=1)
+    assembler.next_request()
+    assembler.feed(event(0, accepted=accepted))
+    seq = 0
+    for at in range(start, len(PARTS)):
+        parts = [PARTS[at]]
+        if at == break_at:
+            assembler.next_request()
+            assembler.feed(event(0, accepted=accepted))
+            seq, parts = 0, PARTS[max(start, at - 1) : at + 1]
+        seq += 1
+        assembler.feed(event(seq, chunk=pb.Chunk(offset=at, token_ids=[at], parts=parts)))
+    digest = xxh3_64_intdigest(struct.pack(f"<{len(PARTS)}I", *range(len(PARTS))))
+    finished = pb.Finished(reason=types_pb2.FINISH_REASON_EOS, output_digest=digest)
+    assembler.feed(event(seq + 1, finished=finished))
+    return assembler.result()
+
+
+@pytest.mark.parametrize("start", range(len(PARTS)))
+def test_an_answer_that_is_resumed_has_the_parts_after_its_start(start):
+    for break_at in range(start + 1, len(PARTS) + 1):
+        sample = answer_after(start, break_at).samples[0]
+        rest = PARTS[start:]
+        assert sample.token_ids == tuple(range(start, len(PARTS)))
+        assert sample.reasoning == "".join(one.reasoning for one in rest)
+        assert sample.text == "".join(one.content for one in rest)
+        calls = "".join(one.tool_call.arguments for one in rest)
+        assert sample.tool_calls == ((ToolCall("c", "f", calls),) if calls else ())
+
+
+@pytest.mark.parametrize("wrong", [part(0, 0, reasoning="H"), part(1, 0, content="é"), part(1, 9, content="x")])
+def test_parts_before_the_start_of_a_resumed_answer_are_refused(wrong):
+    request = pb.ResumeRequest(request_id="r", after=[pb.ResumePosition(index=0, num_tokens=2)])
+    assembler = assembler_of(request, can_resume=True)
+    accepted = pb.Accepted(request_id="r", seed=1, model="m", n=1)
+    assembler.feed(event(0, accepted=accepted))
+    assembler.feed(event(1, chunk=pb.Chunk(offset=2, token_ids=[2], parts=[PARTS[2]])))
+    assembler.next_request()
+    assembler.feed(event(0, accepted=accepted))
+    with pytest.raises(StreamCorrupted):
+        assembler.feed(event(1, chunk=pb.Chunk(offset=3, token_ids=[3], parts=[wrong])))
