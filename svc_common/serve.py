@@ -51,6 +51,7 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # A restarted peer is back soon, so do not wait minutes before reconnecting.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_http_proxy", 0),  # peers are inside the cluster; http_proxy is for what is outside
 ]
 
 

@@ -9,6 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from svc_common.security.trust import Trust
 from svc_common.serve import GrpcServer, open_channel
 
 
@@ -22,6 +23,19 @@ async def test_the_server_waits_for_the_next_call_with_one_task() -> None:
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         accepting = [task for task in asyncio.all_tasks() - before if "._request_" in repr(task)]
         assert len(accepting) == 1, accepting
+    finally:
+        await server.grpc.stop(None)
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "https_proxy", "grpc_proxy"])
+async def test_channels_between_services_use_no_proxy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    server = GrpcServer(listen="127.0.0.1:0", service_names=["a.B"])
+    address = await server.start()
+    try:
+        for channel in (open_channel(address), Trust("gateway").open_channel(address, "scheduler")):
+            async with channel:
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
     finally:
         await server.grpc.stop(None)
 
