@@ -102,7 +102,7 @@ def flags_of_services() -> str:
 
 
 def _flag_fields(action: argparse.Action) -> dict[str, Any]:
-    """What argparse needs for a flag, as JSON. Ranges are checked by `quire up`, other values by the service."""
+    """A flag's settings for argparse, as JSON. Ranges are checked by `quire up`, other values by the service."""
     default = "" if action.default in (None, [], False, "") else f" (default: {action.default})"
     fields: dict[str, Any] = {"help": f"{action.help}{default}"}
     if action.nargs == 0:

@@ -93,7 +93,7 @@ class Copy:
     """A message that becomes a dataclass."""
 
     message: str
-    name: str = ""  # of the class; empty: the message's name
+    name: str = ""  # name of the class; empty: the message's name
     types: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # fields with another type and default
     fields: tuple[str, ...] = ()  # in this order; empty: all, as the message has them
     base: str = "Result"

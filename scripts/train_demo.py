@@ -192,7 +192,7 @@ CONFIG_KEYS = words(
 
 
 def make_config(*, is_draft: bool) -> Any:
-    """Of the demo model, or of a model of a fifth of its size that proposes drafts for it."""
+    """Configuration of the demo model, or of a model a fifth of its size that proposes drafts for it."""
     from transformers import Qwen3Config
 
     return Qwen3Config(
