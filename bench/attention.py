@@ -149,11 +149,8 @@ def with_kernels_of(folder: Path, ours: CpuBackend) -> CpuBackend:
     build.SOURCES = tuple(sorted(folder.glob("*.cpp")))
     build.HEADERS = tuple(sorted(folder.glob("*.h")))
     build.ABI_VERSION = _abi_version(folder)
-    kernels = build.load_kernels()
-    kernels.quire_paged_attention.argtypes = ours._kernels.quire_paged_attention.argtypes
-    kernels.quire_paged_attention.restype = None
     other = copy.copy(ours)
-    other._kernels = kernels
+    other._kernels = build.load_kernels()
     return other
 
 

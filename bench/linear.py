@@ -29,7 +29,6 @@ from pathlib import Path
 import torch
 
 from bench.workloads import QWEN3_06B, SMALL, Model
-from worker_svc.engine.cpu.backend import declare
 from worker_svc.engine.kernels.build import load_kernels_of
 from worker_svc.engine.kernels.four_bits import FourBitRows, units_of
 from worker_svc.engine.kernels.linear import BFLOAT16, FLOAT32, INT8, KernelLinear
@@ -69,7 +68,7 @@ def layers_of(model: Model) -> list[Layer]:
 
 def implementations(names: list[str], number: str, weights: WeightMemory) -> dict[str, Maker]:
     """Constructors by name: of the given paths, and oneDNN. int8 beside bfloat16 only."""
-    builds = {path.name: declare(load_kernels_of(path)) for path in available_paths() if path.name in names}
+    builds = {path.name: load_kernels_of(path) for path in available_paths() if path.name in names}
     makers: dict[str, Maker] = {}
     for name, build in builds.items():
         makers[name] = partial(_kernel_linear, build, weights, BFLOAT16 if number == "bfloat16" else FLOAT32)

@@ -7,7 +7,6 @@ import platform
 import pytest
 
 from worker_svc.engine.backend import BackendUnavailableError
-from worker_svc.engine.cpu.backend import declare
 from worker_svc.engine.cpu.backends import make_backend
 from worker_svc.engine.kernels import build, numerics, paths
 from worker_svc.engine.kernels.build import KernelBuildError
@@ -119,7 +118,7 @@ def test_a_path_that_the_system_refuses_is_an_error(monkeypatch, kernels, text):
 def test_a_compiler_that_lacks_a_flag_gets_the_plain_ones(monkeypatch):
     generic = available_paths()[-1]
     monkeypatch.setattr(build, "flags_of", lambda path: [("-mno-such-flag",), ("-Og",)])
-    assert path_of(declare(build.load_kernels_of(generic)).quire_arithmetic().decode()).name == generic.name
+    assert path_of(build.load_kernels_of(generic).quire_arithmetic().decode()).name == generic.name
 
 
 def test_workers_on_one_chosen_path_are_of_one_kind_whatever_else_their_processors_have(cpuinfo, monkeypatch):

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from tests.unit.engine.tile_model import bfloat16_linear, bfloat16_product
-from worker_svc.engine.cpu.backend import declare
 from worker_svc.engine.kernels import build
 from worker_svc.engine.kernels.linear import BFLOAT16, INT8, KernelLinear
 from worker_svc.engine.kernels.paths import NO_MATRICES, NO_TILES
@@ -29,7 +28,7 @@ FEW_ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 65, 257, 513)  # in software, and 
 @pytest.fixture(scope="module", params=["native", "tiles"])
 def kernels(request, kernel_builds):
     """Kernels with tiles: with the instructions, then in software."""
-    library = declare(kernel_builds(request.param))
+    library = kernel_builds(request.param)
     if "tiles" not in library.quire_arithmetic().decode().split():
         pytest.skip("this processor, compiler or system has no AMX")
     return library
@@ -172,7 +171,7 @@ def test_threads_and_signals_change_no_bits(make_linear, kind):
 
 def test_a_process_that_is_refused_amx_serves_without_it(kernel_builds):
     """The system refuses tiles to a process with an alternate signal stack that is too small for them."""
-    if "tiles" not in declare(kernel_builds("native")).quire_arithmetic().decode().split():
+    if "tiles" not in kernel_builds("native").quire_arithmetic().decode().split():
         pytest.skip("this processor, compiler or system has no AMX")
     code = """
 import ctypes, logging

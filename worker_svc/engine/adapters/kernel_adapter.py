@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -11,37 +12,10 @@ from step_protocol.columns import I32
 from worker_svc.engine.adapters.adapter import Adapter
 from worker_svc.engine.adapters.packed import AdapterRows, Linear, LowRank, PackedAdapter
 from worker_svc.engine.adapters.targets import SITES
-from worker_svc.engine.kernels.linear import BFLOAT16, FLOAT32, KernelLinear, LinearStruct, address_of
+from worker_svc.engine.kernels.binding import Struct, array, struct
+from worker_svc.engine.kernels.linear import BFLOAT16, FLOAT32, KernelLinear, linear_struct
 
-MAX_PARTS = 3  # `kAdapterParts` of kernels.h
-_LONG = ctypes.c_int64
-
-
-class LowRankStruct(ctypes.Structure):
-    """`LowRank` of kernels.h."""
-
-    _fields_ = (
-        ("shrink", LinearStruct),
-        ("num_parts", _LONG),
-        ("expand", LinearStruct * MAX_PARTS),
-        ("first_rank", _LONG * MAX_PARTS),
-        ("first_output", _LONG * MAX_PARTS),
-    )
-
-
-class AdapterStruct(ctypes.Structure):
-    """`Adapter` of forward.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("sites", "tokens", "heads")),
-        *((name, _LONG) for name in ("num_tokens", "num_heads")),
-    )
-
-
-class LowRankRowsStruct(ctypes.Structure):
-    """`LowRankRows` of kernels.h."""
-
-    _fields_ = (("layer", ctypes.c_void_p), ("rows", ctypes.c_void_p), ("n", _LONG))
+LOW_RANK, ADAPTER, LOW_RANK_ROWS = struct("LowRank"), struct("Adapter"), struct("LowRankRows")
 
 
 class KernelAdapter(PackedAdapter):
@@ -53,48 +27,47 @@ class KernelAdapter(PackedAdapter):
             return KernelLinear(kernels, kind, weight, None, threads=1)
 
         super().__init__(adapter, num_layers, make_linear)
-        self.structs = (LowRankStruct * len(self.sites))(*map(_struct, self.sites))
+        self.structs = array([_struct(site) for site in self.sites])
 
     def address(self, layer: int, site: int) -> int:
         """Of the struct of a site."""
-        return ctypes.addressof(self.structs) + (layer * len(SITES) + site) * ctypes.sizeof(LowRankStruct)
+        return ctypes.addressof(self.structs) + (layer * len(SITES) + site) * ctypes.sizeof(LOW_RANK)
 
 
-def _struct(low_rank: LowRank | None) -> LowRankStruct:
+def _struct(low_rank: LowRank | None) -> Struct:
     if low_rank is None:
-        return LowRankStruct()
-    parts = low_rank.expansions
-    return LowRankStruct(
-        _linear(low_rank.shrink),
-        len(parts),
-        (LinearStruct * MAX_PARTS)(*(_linear(part.linear) for part in parts)),
-        (_LONG * MAX_PARTS)(*(part.first_rank for part in parts)),
-        (_LONG * MAX_PARTS)(*(part.first_output for part in parts)),
-    )
+        return LOW_RANK()
+    found, parts = LOW_RANK(shrink=linear_struct(low_rank.shrink), num_parts=len(low_rank.expansions)), []
+    for index, part in enumerate(low_rank.expansions):
+        parts.append(linear_struct(part.linear))
+        found.expand[index] = parts[-1]
+        found.first_rank[index], found.first_output[index] = part.first_rank, part.first_output
+    return found
 
 
-def _linear(linear: Linear) -> LinearStruct:
-    if not isinstance(linear, KernelLinear):
-        raise TypeError(f"adapters.cpp computes layers of type KernelLinear, not {type(linear).__name__}")
-    return linear.struct()
-
-
-def adapter_structs(rows: Sequence[AdapterRows]) -> ctypes.Array[AdapterStruct]:
-    """The adapters of a step. Valid as long as `rows`."""
+def adapter_structs(rows: Sequence[AdapterRows]) -> ctypes.Array[Any]:
+    """The adapters of a step."""
     structs = []
     for part in rows:
         if not isinstance(part.adapter, KernelAdapter):
             raise TypeError(f"forward.cpp computes adapters of type KernelAdapter, not {type(part.adapter).__name__}")
-        addresses = ctypes.addressof(part.adapter.structs), address_of(part.tokens), address_of(part.heads)
-        structs.append(AdapterStruct(*addresses, len(part.tokens), len(part.heads)))
-    return (AdapterStruct * len(structs))(*structs)
+        structs.append(
+            ADAPTER(
+                sites=part.adapter.structs,
+                tokens=part.tokens,
+                heads=part.heads,
+                num_tokens=len(part.tokens),
+                num_heads=len(part.heads),
+            )
+        )
+    return array(structs)
 
 
-def site_rows(layer: int, site: int, rows: Sequence[tuple[PackedAdapter, I32]]) -> ctypes.Array[LowRankRowsStruct]:
-    """The rows of each adapter that changes a site. Valid as long as `rows`."""
+def site_rows(layer: int, site: int, rows: Sequence[tuple[PackedAdapter, I32]]) -> ctypes.Array[Any]:
+    """The rows of each adapter that changes a site."""
     structs = [
-        LowRankRowsStruct(adapter.address(layer, site), address_of(indices), len(indices))
+        LOW_RANK_ROWS(layer=adapter.address(layer, site), rows=indices, n=len(indices))
         for adapter, indices in rows
         if isinstance(adapter, KernelAdapter) and adapter.at(layer, site) is not None and len(indices)
     ]
-    return (LowRankRowsStruct * len(structs))(*structs)
+    return array(structs, LOW_RANK_ROWS)

@@ -2,57 +2,59 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from worker_svc.engine.backend import ForwardBatch, SnapshotColumns
 from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.kernels import exact_ops
-from worker_svc.engine.kernels.linear import address_of
+from worker_svc.engine.kernels.binding import Struct, struct
 from worker_svc.engine.recurrent import Recurrence, RecurrentWeights, StatePool
 
-_POINTER = ctypes.c_void_p
-_LONG = ctypes.c_int64
-_FLOAT = ctypes.c_float
+RECURRENCE_STRUCT, STATE_ROWS_STRUCT = struct("Recurrence"), struct("StateRows")
 KINDS = {"gated_delta": 0, "mamba2": 1, "short_conv": 2}
 
 
-class RecurrenceStruct(ctypes.Structure):
-    _fields_ = (
-        *((name, _LONG) for name in ("kind", "key_heads", "heads", "key_dim", "value_dim", "kernel", "channels")),
-        *((name, _LONG) for name in ("width", "norm_width", "norms_first", "norm_is_shared", "slot_stride")),
-        *((name, _POINTER) for name in ("conv", "conv_bias", "decay", "step_bias", "skip", "norm", "states")),
-        *((name, _FLOAT) for name in ("eps", "min_step", "max_step")),
+def recurrence_struct(weights: RecurrentWeights, pool: StatePool, index: int) -> Struct:
+    """A layer over its states."""
+    spec = pool.spec(index)
+    return RECURRENCE_STRUCT(
+        kind=KINDS[spec.kind],
+        key_heads=spec.num_key_heads,
+        heads=spec.num_heads,
+        key_dim=spec.key_dim,
+        value_dim=spec.value_dim,
+        kernel=spec.kernel,
+        channels=spec.channels,
+        width=spec.width,
+        norm_width=spec.norm_width or spec.num_values,
+        norms_first=spec.norms_first,
+        norm_is_shared=weights.norm is not None and len(weights.norm) == spec.norm_width,
+        slot_stride=pool.slots.shape[1],
+        conv=weights.conv,
+        conv_bias=weights.conv_bias,
+        decay=weights.decay,
+        step_bias=weights.step_bias,
+        skip=weights.skip,
+        norm=weights.norm,
+        states=pool.layer(index),
+        eps=spec.eps,
+        min_step=spec.step_limits[0],
+        max_step=spec.step_limits[1],
     )
 
 
-class StateRowsStruct(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("slots", "query_starts", "context_lens", "snapshot_starts")),
-        *((name, _POINTER) for name in ("snapshot_ends", "snapshot_slots")),
-        ("count", _LONG),
-    )
-
-
-def recurrence_struct(weights: RecurrentWeights, pool: StatePool, index: int) -> RecurrenceStruct:
-    """A layer over its states. It refers to the weights and the pool."""
-    spec, states = pool.spec(index), pool.layer(index)
-    tensors = (weights.conv, weights.conv_bias, weights.decay, weights.step_bias, weights.skip, weights.norm, states)
-    return RecurrenceStruct(
-        *(KINDS[spec.kind], spec.num_key_heads, spec.num_heads, spec.key_dim, spec.value_dim, spec.kernel),
-        *(spec.channels, spec.width, spec.norm_width or spec.num_values, int(spec.norms_first)),
-        *(int(weights.norm is not None and len(weights.norm) == spec.norm_width), pool.slots.shape[1]),
-        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
-        *(spec.eps, *spec.step_limits),
-    )
-
-
-def state_rows_struct(batch: ForwardBatch) -> StateRowsStruct:
-    """The rows of a batch, which keeps the memory alive."""
+def state_rows_struct(batch: ForwardBatch) -> Struct:
+    """The rows of a batch."""
     taken = _taken(batch)
-    columns = (batch.rows, batch.query_starts, batch.context_lens, taken.starts, taken.ends, taken.slots)
-    return StateRowsStruct(*map(address_of, columns), len(batch.rows))
+    return STATE_ROWS_STRUCT(
+        slots=batch.rows,
+        query_starts=batch.query_starts,
+        context_lens=batch.context_lens,
+        snapshot_starts=taken.starts,
+        snapshot_ends=taken.ends,
+        snapshot_slots=taken.slots,
+        count=len(batch.rows),
+    )
 
 
 def _taken(batch: ForwardBatch) -> SnapshotColumns:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import xxhash
 
+from worker_svc.engine.kernels.binding import declare
 from worker_svc.engine.kernels.machine import available_cores
 from worker_svc.engine.kernels.paths import NO_MATRICES, NO_TILES, CpuPath, chosen_path, flags_of
 
@@ -66,7 +67,7 @@ def load_kernels() -> ctypes.CDLL:
     if not library.quire_verify_matrices():
         logger.warning("BFMMLA is not used: this processor rounds it in another way than Arm specifies")
         return _load_fastest(NO_MATRICES)
-    return library
+    return declare(library)
 
 
 def load_kernels_of(path: CpuPath, sources: tuple[Path, ...] | None = None) -> ctypes.CDLL:
@@ -76,7 +77,7 @@ def load_kernels_of(path: CpuPath, sources: tuple[Path, ...] | None = None) -> c
         raise KernelBuildError(f"the system does not permit AMX to this process ({os.strerror(error)})")
     if not library.quire_verify_matrices():
         raise KernelBuildError("this processor rounds BFMMLA in another way than Arm specifies")
-    return library
+    return declare(library)
 
 
 def _load_fastest(*added: str) -> ctypes.CDLL:
@@ -225,4 +226,4 @@ def _load(path: Path) -> ctypes.CDLL:
         raise KernelBuildError(f"{path} does not load: {error}") from error
     if version != ABI_VERSION:
         raise KernelBuildError(f"{path} has ABI {version}, but this build expects {ABI_VERSION}")
-    return library
+    return declare(library)

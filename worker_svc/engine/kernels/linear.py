@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy.typing as npt
 import torch
 
+from worker_svc.engine.kernels.binding import Struct, array, struct
 from worker_svc.engine.kernels.four_bits import FourBitUnits
 from worker_svc.engine.kernels.memory import aligned_zeros
 from worker_svc.engine.kernels.torch_linear import Int8Rows
@@ -17,27 +17,7 @@ BFLOAT16, INT8, FLOAT32 = 0, 1, 2  # `Kind` of products.h
 PANEL = 32  # outputs that linear.cpp packs together
 
 
-_Bytes = ctypes.c_char * 0
-
-
-def address_of(x: npt.NDArray[Any]) -> int:
-    """The address of a writable array. Takes a third of the time of `array.ctypes`."""
-    return ctypes.addressof(_Bytes.from_buffer(x.data))
-
-
-class LinearStruct(ctypes.Structure):
-    """`Linear` of forward.cpp."""
-
-    _fields_ = (
-        ("kind", ctypes.c_int64),
-        ("packed", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("in_features", ctypes.c_int64),
-        ("out_features", ctypes.c_int64),
-        ("unit", ctypes.c_int64),
-        ("order", ctypes.c_void_p),
-    )
+LINEAR_STRUCT = struct("Linear")
 
 
 class KernelLinear:
@@ -70,48 +50,34 @@ class KernelLinear:
                 self._pack_steps(kernels, weight)
             else:
                 self._pack(kernels, weight.contiguous())
-        self._addresses = (
-            self.packed.data_ptr(),
-            self._scales.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-        )
-        self._units = self._unit, None if self._order is None else self._order.data_ptr()
 
     def _pack(self, kernels: ctypes.CDLL, weight: torch.Tensor) -> None:
-        kernels.quire_linear_pack(
-            self._kind,
-            int(weight.dtype is torch.bfloat16),
-            weight.data_ptr(),
-            self._out_features,
-            self._in_features,
-            self._scales.data_ptr(),
-            self.packed.data_ptr(),
-            self._threads,
-        )
+        is_bf16, sizes = weight.dtype is torch.bfloat16, weight.shape
+        kernels.quire_linear_pack(self._kind, is_bf16, weight, *sizes, self._scales, self.packed, self._threads)
 
     def _pack_steps(self, kernels: ctypes.CDLL, weight: Int8Rows) -> None:
         steps = weight.steps.contiguous()
-        kernels.quire_linear_pack_steps(
-            steps.data_ptr(), self._out_features, self._in_features, self.packed.data_ptr(), self._threads
-        )
+        kernels.quire_linear_pack_steps(steps, *steps.shape, self.packed, self._threads)
         self._scales[: self._out_features] = weight.scales
 
     def _pack_units(self, kernels: ctypes.CDLL, weight: FourBitUnits) -> None:
         kernels.quire_linear_4bit_pack(
-            weight.kind,
-            weight.codes.data_ptr(),
-            weight.scales.data_ptr(),
-            None if weight.zeros is None else weight.zeros.data_ptr(),
-            self._out_features,
-            self._in_features,
-            weight.unit,
-            self.packed.data_ptr(),
-            self._threads,
+            *(weight.kind, weight.codes, weight.scales, weight.zeros, self._out_features, self._in_features),
+            *(weight.unit, self.packed, self._threads),
         )
 
-    def struct(self) -> LinearStruct:
-        """This layer for forward.cpp, valid as long as this object exists."""
-        return LinearStruct(self._kind, *self._addresses, self._in_features, self._out_features, *self._units)
+    def struct(self) -> Struct:
+        """This layer for other kernels."""
+        return LINEAR_STRUCT(
+            kind=self._kind,
+            packed=self.packed,
+            scales=self._scales,
+            bias=self._bias,
+            **{"in": self._in_features},
+            out=self._out_features,
+            unit=self._unit,
+            order=self._order,
+        )
 
     @property
     def kind(self) -> int:
@@ -122,18 +88,22 @@ class KernelLinear:
         n = x.shape[0]
         y = x.new_empty(n, self._out_features)
         self._multiply(
-            self._kind,
-            int(x.dtype is torch.bfloat16),
-            x.data_ptr(),
-            *self._addresses,
-            y.data_ptr(),
-            n,
-            self._in_features,
-            self._out_features,
-            *self._units,
-            self._threads,
+            *(self._kind, x.dtype is torch.bfloat16, x, self.packed, self._scales, self._bias, y, n),
+            *(self._in_features, self._out_features, self._unit, self._order, self._threads),
         )
         return y
+
+
+def linear_struct(linear: object) -> Struct:
+    """The struct of a layer that kernels compute."""
+    if not isinstance(linear, KernelLinear):
+        raise TypeError(f"kernels compute layers of type KernelLinear, not {type(linear).__name__}")
+    return linear.struct()
+
+
+def linear_structs(linears: Sequence[object]) -> ctypes.Array[Any]:
+    """The structs of layers, one after the other."""
+    return array([linear_struct(linear) for linear in linears])
 
 
 def _shape_of(weight: torch.Tensor | Int8Rows | FourBitUnits) -> torch.Size:

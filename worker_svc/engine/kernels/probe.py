@@ -27,8 +27,6 @@ BFLOAT16, INT8, FLOAT32 = 0, 1, 2  # `Kind` of products.h
 KINDS = {"bfloat16": BFLOAT16, "int8": INT8, "float32": FLOAT32}
 TITLES = {"avx512f": "AVX512", "avx2": "AVX2", "neon": "NEON", "generic": "no vector instructions"}
 
-_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-
 
 def instructions(words: list[str]) -> dict[str, str]:
     """The instructions for each number type, from the words of `quire_arithmetic`."""
@@ -49,13 +47,10 @@ def multiplier(kernels: ctypes.CDLL, kind: int, rows: int, outputs: int) -> Call
     weight, x = np.full((outputs, INPUTS), one, dtype), np.full((rows, INPUTS), one, dtype)
     y, scales = np.empty((rows, outputs), dtype), np.empty(outputs, np.float32)
     packed = np.empty(kernels.quire_linear_packed_bytes(kind, outputs, INPUTS), np.uint8)
-    kernels.quire_linear_pack(
-        kind, is_bf16, weight.ctypes.data, outputs, INPUTS, scales.ctypes.data, packed.ctypes.data, 1
-    )  # fmt: skip
+    kernels.quire_linear_pack(kind, is_bf16, weight, outputs, INPUTS, scales, packed, 1)
 
     def multiply() -> None:
-        addresses = (array.ctypes.data for array in (x, packed, scales))
-        kernels.quire_linear(kind, is_bf16, *addresses, None, y.ctypes.data, rows, INPUTS, outputs, 0, None, 1)
+        kernels.quire_linear(kind, is_bf16, x, packed, scales, None, y, rows, INPUTS, outputs, 0, None, 1)
 
     return multiply
 
@@ -90,11 +85,6 @@ def _least_seconds(call: Callable[[], None]) -> float:
 
 def measure_path(kernels: ctypes.CDLL) -> dict[str, Any]:
     """Instructions and speeds of kernels."""
-    kernels.quire_arithmetic.restype = ctypes.c_char_p
-    kernels.quire_linear_packed_bytes.argtypes = [_INT, _LONG, _LONG]
-    kernels.quire_linear_packed_bytes.restype = _LONG
-    kernels.quire_linear_pack.argtypes = [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT]
-    kernels.quire_linear.argtypes = [_INT, _INT, *[_POINTER] * 5, *[_LONG] * 4, _POINTER, _INT]
     arithmetic = kernels.quire_arithmetic().decode()
     return {
         "path": path_of(arithmetic).name,
