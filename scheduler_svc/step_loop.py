@@ -14,19 +14,18 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 from typing import Protocol, TypeVar
 
 from prefix_index.index import PrefixIndex
-from scheduler_svc.core.barrier import HeldSample
+from scheduler_svc.core.barrier import Hold
 from scheduler_svc.core.block_moves import BlockMove, BlockSearch
 from scheduler_svc.core.block_sources import LentBlocks
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import SchedulerError, UnexpectedStepError, WorkerMismatchError
 from scheduler_svc.core.features.adapters import AdapterSwap
 from scheduler_svc.core.loans import Loan, WantedPrefix
-from scheduler_svc.core.messages import CachedBlock, Deltas, MigrationReason, WorkerCapacity, split_deltas
+from scheduler_svc.core.messages import CachedBlock, Deltas, WorkerCapacity, split_deltas
 from scheduler_svc.core.policy import TierKind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
@@ -58,15 +57,6 @@ class WeightsChange:
     revision: str
     weights_digest: str
     keeps_kv: bool = False
-
-
-class HoldMode(Enum):
-    """What happens to requests when the barrier closes."""
-
-    KEEP = "keep"
-    RETRACT = "retract"
-    ABORT = "abort"
-    FINISH = "finish"
 
 
 class WorkerLink(Protocol):
@@ -138,7 +128,7 @@ class StepLoop:
         self._gateways: dict[int, GatewayLink] = {}
         self._requests: dict[tuple[int, int], SequenceGroup] = {}  # (owner, handle) of live requests
         self._next_owner = 0
-        self._reaching: list[tuple[HoldMode, asyncio.Future[list[HeldSample]]]] = []
+        self._reaching: dict[str, asyncio.Future[Hold]] = {}  # by holder
         self._inbox: list[Callable[[], None]] = []
         self._produced: list[Deltas] = []
         self._wake = asyncio.Event()
@@ -221,17 +211,17 @@ class StepLoop:
 
     # -- weights, pauses ----------------------------------------------------------------------------------------------
 
-    def hold(self, holder: str, mode: HoldMode) -> asyncio.Future[list[HeldSample]]:
-        """Close the core's barrier for this holder. The result, when no worker computes: the samples that wait, or
-        those that were aborted.
+    def hold(self, hold: Hold) -> asyncio.Future[Hold]:
+        """Begin a hold of the core's barrier. Its samples, when it is reached, wait or were aborted. None: it was
+        released before.
         """
-        reached: asyncio.Future[list[HeldSample]] = asyncio.get_running_loop().create_future()
-        self._post(partial(self._apply_hold, holder, mode, reached))
+        reached: asyncio.Future[Hold] = asyncio.get_running_loop().create_future()
+        self._post(partial(self._apply_hold, hold, reached))
         return reached
 
     def release(self, holder: str) -> None:
-        """Open the barrier, unless another holder keeps it closed."""
-        self._post(lambda: self.core.barrier.release(holder))
+        """End a hold."""
+        self._post(partial(self._apply_release, holder))
 
     def change(self, change: Callable[[Scheduler], T]) -> asyncio.Future[T]:
         """Change the core between two turns. The caller holds the barrier, if that is needed."""
@@ -495,7 +485,9 @@ class StepLoop:
             publishes_prefixes=self._index.is_shared,
             borrows_prefixes=self.lenders is not None,
         )
+        barrier = self.core.barrier
         self.core, self._facts = Scheduler(config), facts
+        self.core.barrier.adopt(barrier)
         return self.core
 
     def _apply_answer(self, link: WorkerLink, output: StepOutput) -> None:
@@ -545,23 +537,26 @@ class StepLoop:
         asyncio.get_running_loop().call_later(MAX_LOAN_S, self.end_loan, loan)
         lent.set_result((loan, self._workers[wanted.worker_id].address))
 
-    def _apply_hold(self, holder: str, mode: HoldMode, reached: asyncio.Future[list[HeldSample]]) -> None:
-        self.core.barrier.hold(holder, finishes=mode is HoldMode.FINISH)
-        self._reaching.append((mode, reached))
+    def _apply_hold(self, hold: Hold, reached: asyncio.Future[Hold]) -> None:
+        self.core.barrier.hold(hold)
+        self._reaching[hold.holder] = reached
+
+    def _apply_release(self, holder: str) -> None:
+        if (hold := self.core.barrier.release(holder)) is not None:
+            self._answer_hold(hold)
+
+    def _answer_hold(self, hold: Hold) -> None:
+        reached = self._reaching.pop(hold.holder, None)
+        if reached is not None and not reached.done():  # done: the caller was cancelled
+            reached.set_result(hold)
 
     def _settle_holds(self) -> None:
-        """The barrier may be reached."""
-        if not self.core.barrier.is_reached:
-            return
-        reaching, self._reaching = self._reaching, []
-        for mode, reached in reaching:
-            samples = self.core.barrier.samples()
-            if mode is HoldMode.RETRACT:
-                self.core.barrier.retract(MigrationReason.PAUSE)
-            if mode is HoldMode.ABORT:
+        """Some holds may be reached; others then, because requests have ended."""
+        while reached := self.core.barrier.take_reached():
+            if any(hold.aborts for hold in reached):
                 self._apply_abort([group.request_id for group in self._requests.values()], None)
-            if not reached.done():
-                reached.set_result(samples)
+            for hold in reached:
+                self._answer_hold(hold)
 
     def _apply_change(self, change: Callable[[Scheduler], T], changed: asyncio.Future[T]) -> None:
         result = change(self.core)

@@ -74,7 +74,7 @@ def check_worker(worker: WorkerState, moves: BlockMoves | None = None, loans: Lo
 def check_snapshots(part: Snapshots) -> None:
     """Raise AssertionError unless each slot is free, kept, being taken or being fetched."""
     taken = [one.slot for step in part._in_flight.values() for one in step]
-    slots = [*part._free, *(kept.slot for kept in part.kept.values()), *taken, *part._arriving]
+    slots = [*part._free, *(kept.slot for kept in part.kept.values()), *taken, *part._arriving, *part._forgotten]
     assert sorted(slots) == list(range(part.worker.capacity.num_snapshots or 0)), (
         "a snapshot is in two slots or in none"
     )

@@ -212,6 +212,11 @@ class WorkerBlocks:
         if self.store is not None:
             await asyncio.to_thread(self.store.close)
 
+    async def clear_tiers(self) -> None:
+        """Forget the blocks of the tiers."""
+        if self.store is not None:
+            await asyncio.get_running_loop().run_in_executor(self._senders, self.store.clear)
+
     def _offer(self, batch: StepBatch, scheduler_epoch: int, tags: bytes) -> None:
         """Called in the model thread for each step that commits blocks or opens rows."""
         store, records = self.store, self._records

@@ -459,18 +459,24 @@ class StepExecutor:
 
     async def write_blocks(self, lease: Lease, after_step_id: int, write: Callable[[], None]) -> None:
         """Call `write` between two steps, when this step has run. It writes to blocks that no later step uses before
-        the scheduler knows. Raises StaleEpochError if the lease has ended: the blocks may have other owners.
+        the scheduler knows. Raises StaleEpochError if the lease has ended, because the blocks may have other owners,
+        and while the pool sleeps.
         """
         await lease.wait_for(after_step_id)
         await self._call(partial(self._write_blocks, lease, write))
 
     async def between_steps(self, lease: Lease, change: Callable[[], None]) -> None:
         """Call `change`, which changes the weights, between two steps of the lease. Raises StaleEpochError."""
-        await self._call(partial(self._write_blocks, lease, change))
+        await self._call(partial(self._change, lease, change))
 
     def _write_blocks(self, lease: Lease, write: Callable[[], None]) -> None:
+        if lease.is_pool_asleep:
+            raise StaleEpochError("the KV pool of this worker sleeps; wake it first")
+        self._change(lease, write)
+
+    def _change(self, lease: Lease, change: Callable[[], None]) -> None:
         self._check_current(lease)
-        write()
+        change()
 
 
 def _refusal(error: QuireError) -> Answer:

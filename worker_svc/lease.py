@@ -30,6 +30,7 @@ class Lease:
         self.scheduler_id = scheduler_id
         self.next_step_id = FIRST_STEP_ID  # next id to accept; owned by the event loop
         self.next_to_run = FIRST_STEP_ID  # next id to run; owned by the model thread
+        self.is_pool_asleep = False  # the memory of the KV pool is free: nothing may be written to it
         self.end_error: QuireError | None = None
         self._answers: dict[int, Answer] = {}
         self._on_end: set[Callable[[QuireError], None]] = set()

@@ -89,7 +89,9 @@ class WorkerProcess:
         names = [field.name for field in dataclasses.fields(MovementSettings)]
         movement = MovementSettings(**{name: getattr(args, name) for name in names})
         self._blocks = WorkerBlocks(self._executor, movement, trust.open_worker)
-        self._weights = WorkerWeights(self._executor, self._lifecycle, args.weights_dir, self._announce)
+        self._weights = WorkerWeights(
+            self._executor, self._lifecycle, args.weights_dir, self._announce, self._blocks.clear_tiers
+        )
         self._servicer = WorkerServicer(
             executor=self._executor,
             lifecycle=self._lifecycle,

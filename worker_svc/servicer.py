@@ -105,10 +105,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         weights: WorkerWeights | None = None,
     ) -> None:
         self._executor = executor
-        self._weights = weights or WorkerWeights(executor, lifecycle, None, _unchanged)
         self._blocks = blocks or WorkerBlocks(
             executor, MovementSettings(), lambda address, worker_id: open_channel(address)
         )
+        self._weights = weights or WorkerWeights(executor, lifecycle, None, _unchanged, self._blocks.clear_tiers)
         self._adapters = adapters or WorkerAdapters(lambda: executor.adapters, lifecycle, None)
         self._lifecycle = lifecycle
         self._bundle = bundle

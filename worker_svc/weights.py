@@ -31,14 +31,23 @@ Announce = Callable[[EngineInfo], Awaitable[types_pb2.ModelInfo]]
 
 class WorkerWeights:
     """Stages and activates updates, one call at a time. `folder`: where their files are; None: nothing can be updated.
-    `announce` makes a changed model part of the registration, and returns it as a message.
+    `announce` makes a changed model part of the registration, and returns it as a message. `clear_tiers` forgets the
+    blocks outside the pool.
     """
 
-    def __init__(self, executor: StepExecutor, lifecycle: Lifecycle, folder: Path | None, announce: Announce) -> None:
+    def __init__(
+        self,
+        executor: StepExecutor,
+        lifecycle: Lifecycle,
+        folder: Path | None,
+        announce: Announce,
+        clear_tiers: Callable[[], Awaitable[None]],
+    ) -> None:
         self._executor = executor
         self._lifecycle = lifecycle
         self._folder = folder
         self._announce = announce
+        self._clear_tiers = clear_tiers
         self._staged: StagedWeights | None = None
         self._staged_key: tuple[int, tuple[str, ...]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -53,6 +62,7 @@ class WorkerWeights:
             worker_pb2.WEIGHTS_ACTION_DROP: self._drop,
             worker_pb2.WEIGHTS_ACTION_SLEEP: self._sleep,
             worker_pb2.WEIGHTS_ACTION_WAKE: self._wake,
+            worker_pb2.WEIGHTS_ACTION_CLEAR_TIERS: self._clear,
         }
         action = actions.get(request.action)
         if action is None:
@@ -99,16 +109,28 @@ class WorkerWeights:
     async def _sleep(self, request: worker_pb2.ChangeWeightsRequest) -> worker_pb2.ChangeWeightsResponse:
         runner, tags = self._runner(), list(request.tags)
         lease = self._executor.check_fence(request.fence)
-        await self._executor.between_steps(lease, lambda: runner.sleep(tags))
+
+        def sleep() -> None:
+            lease.is_pool_asleep |= "kv_cache" in tags
+            runner.sleep(tags)
+
+        await self._executor.between_steps(lease, sleep)
         if "weights" in tags:
             self._lifecycle.is_asleep = True
         return worker_pb2.ChangeWeightsResponse()
 
     async def _wake(self, request: worker_pb2.ChangeWeightsRequest) -> worker_pb2.ChangeWeightsResponse:
+        lease = self._executor.check_fence(request.fence)
+        if "kv_cache" in request.tags:
+            lease.is_pool_asleep = False
         if "weights" not in request.tags or not self._lifecycle.is_asleep:
             return worker_pb2.ChangeWeightsResponse()
         await self._stage(request)
         return await self._activate(request)
+
+    async def _clear(self, request: worker_pb2.ChangeWeightsRequest) -> worker_pb2.ChangeWeightsResponse:
+        await self._clear_tiers()
+        return worker_pb2.ChangeWeightsResponse()
 
     async def write(self, requests: AsyncIterator[worker_pb2.WriteTensorsRequest]) -> None:
         """Write a file whose bytes arrive. It appears when it is complete."""

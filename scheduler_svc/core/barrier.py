@@ -1,20 +1,44 @@
 """The barrier: no worker computes a step, so that weights, keys or memory can change between two steps of all of them.
 
-holders     close it, by name; it is open when the last one has released it
-finish      a holder waits for the requests that have begun: until they have ended, only their sequences run
-reached     no step is in flight, and none is planned
+Each holder has a hold of its own, which no other holder moves, carries out or ends:
+
+    finishing   the requests that have begun run to their ends, and no others begin
+    closed      this holder lets no step be planned, but steps may be in flight
+    reached     no worker computes, until this holder releases it
+
+A hold begins as closed, or as finishing in mode FINISH. It is reached once, when it is closed itself and no step is in
+flight. A release ends it in any state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
+from scheduler_svc.core.block_moves import BlockMoves
 from scheduler_svc.core.messages import MigrationReason
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.requests import Requests
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import WorkerState
+
+
+class HoldMode(Enum):
+    """The fate of requests when a hold is reached, or in mode FINISH before."""
+
+    KEEP = "keep"
+    RETRACT = "retract"
+    ABORT = "abort"
+    FINISH = "finish"
+
+
+class HoldState(Enum):
+    """The states of a hold, in their order."""
+
+    FINISHING = "finishing"
+    CLOSED = "closed"
+    REACHED = "reached"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,52 +50,84 @@ class HeldSample:
     num_output_tokens: int
 
 
-class Barrier:
-    """Owns the holders. Shares workers, requests and placement with the scheduler."""
+@dataclass(eq=False, slots=True)
+class Hold:
+    """The hold of one holder, whose name is that of no other one."""
 
-    def __init__(self, workers: Mapping[str, WorkerState], requests: Requests, placement: Placement) -> None:
+    holder: str
+    mode: HoldMode
+    state: HoldState = HoldState.FINISHING
+    samples: list[HeldSample] | None = None  # when it was reached
+
+    @property
+    def aborts(self) -> bool:
+        return self.mode is HoldMode.ABORT
+
+
+class Barrier:
+    """Owns the holds. Shares workers, requests, placement and moves with the scheduler."""
+
+    def __init__(
+        self, workers: Mapping[str, WorkerState], requests: Requests, placement: Placement, moves: BlockMoves
+    ) -> None:
         self._workers = workers
         self._requests = requests
         self._placement = placement
-        self._finishes: dict[str, bool] = {}  # by holder: it waits for requests that have begun
+        self._moves = moves
+        self._holds: dict[str, Hold] = {}  # by holder
         # Attributes, because every step reads them.
         self.is_held = False
         self.is_closed = False  # no step may be planned
 
     @property
     def holders(self) -> list[str]:
-        return list(self._finishes)
+        return list(self._holds)
 
-    @property
-    def is_reached(self) -> bool:
-        """No worker computes, and none will."""
-        return self.is_closed and not any(worker.in_flight for worker in self._workers.values())
-
-    def hold(self, holder: str, *, finishes: bool = False) -> None:
-        """Close the barrier. With `finishes`, it closes when the requests that have begun have ended."""
-        self._finishes.setdefault(holder, finishes)
+    def hold(self, hold: Hold) -> None:
+        """Begin a hold."""
+        if hold.mode is not HoldMode.FINISH:
+            hold.state = HoldState.CLOSED
+        self._holds[hold.holder] = hold
         self._note()
-        self._admit(is_new=False)
-        self.advance()
 
-    def release(self, holder: str) -> None:
-        """Open the barrier, unless another holder keeps it closed."""
-        if self._finishes.pop(holder, None) is None:
-            return
-        self._note()
-        if not self._finishes:
-            self._admit(is_new=True)
-        for worker in self._workers.values():
-            self._placement.mark_changed(worker)
+    def release(self, holder: str) -> Hold | None:
+        """End a hold, and return it. The barrier opens, unless another one keeps it closed."""
+        hold = self._holds.pop(holder, None)
+        if hold is not None:
+            self._note()
+            for worker in self._workers.values():
+                self._placement.mark_changed(worker)
+        return hold
 
     def advance(self) -> None:
-        """Close it for the holders that wait for requests, if these have ended."""
-        if any(self._finishes.values()) and not any(self._begun()):
-            self._finishes = dict.fromkeys(self._finishes, False)
+        """Close the holds that wait for requests, if these have ended."""
+        finishing = [hold for hold in self._holds.values() if hold.state is HoldState.FINISHING]
+        if finishing and not any(self._begun()):
+            for hold in finishing:
+                hold.state = HoldState.CLOSED
             self._note()
 
+    def take_reached(self) -> list[Hold]:
+        """The holds that are reached since the last call, with their samples. The caller aborts requests."""
+        self.advance()
+        if any(worker.in_flight for worker in self._workers.values()):
+            return []
+        reached = [hold for hold in self._holds.values() if hold.state is HoldState.CLOSED]
+        for hold in reached:
+            hold.state, hold.samples = HoldState.REACHED, self._samples()
+            if hold.mode is HoldMode.RETRACT:
+                self.retract(MigrationReason.PAUSE)
+        return reached
+
+    def adopt(self, other: Barrier) -> None:
+        """Take over the holds of a scheduler that has no work."""
+        self._holds = other._holds
+        self._note()
+
     def _note(self) -> None:
-        self.is_held, self.is_closed = bool(self._finishes), False in self._finishes.values()
+        self.is_held = bool(self._holds)
+        self.is_closed = any(hold.state is not HoldState.FINISHING for hold in self._holds.values())
+        self._admit(is_new=not self.is_held)
 
     def _begun(self) -> Iterator[bool]:
         """True for each sequence that has begun and has not ended."""
@@ -85,7 +141,7 @@ class Barrier:
 
     # -- while it is reached ------------------------------------------------------------------------------------------
 
-    def samples(self) -> list[HeldSample]:
+    def _samples(self) -> list[HeldSample]:
         """All samples that have output."""
         found = []
         for group in self._requests.groups.values():
@@ -104,7 +160,8 @@ class Barrier:
         return sum(self._requests.requeue_all(worker, reason) for worker in self._workers.values())
 
     def forget_prefixes(self) -> None:
-        """No prefix stays cached."""
+        """No prefix stays cached, and none that is on its way will be."""
+        self._moves.cancel_all()
         for worker in self._workers.values():
             worker.pool.forget_all()
             for part in worker.parts_of_all:

@@ -20,7 +20,8 @@ Ownership of blocks
     The target's blocks have a reference of the move, so that no row gets them. They are written only after the steps
     that were in flight when the move took them (`after_step_id`): such a step may carry a commit of their old content.
     The source's blocks have a reference too, so that they are not evicted while they are read, and so have the blocks
-    of the target that the moved ones continue. A move ends without effect on a worker that has left the scheduler.
+    of the target that the moved ones continue. A move ends without effect on a worker that has left the scheduler, and
+    if all prefixes were forgotten meanwhile (`cancel_all`): the memory of the pool, or the weights, may be others.
 
 Waiting
     A sequence whose blocks are on their way stays in the queue, and others pass it. It waits at most until
@@ -72,7 +73,7 @@ class BlockMove:
     source: BlockSource | None  # None: the worker's own tiers
     extras: list[MovedExtra] = field(default_factory=list)  # they follow the blocks
     num_saved_tokens: int = 0
-    is_ended: bool = False
+    is_ended: bool = False  # no sequence waits for it; while it is open: it was cancelled
     give_up_at: float = 0.0  # no sequence waits longer
 
     @property
@@ -418,7 +419,13 @@ class BlockMoves:
 
     def num_leaving_to(self, worker: WorkerState) -> int:
         """Number of running sequences whose blocks have gone ahead to this worker."""
+        self._note_left()
         return sum(move.worker_id == worker.capacity.worker_id for move in self._leaving.values())
+
+    def _note_left(self) -> None:
+        """Sequences that have ended, or run elsewhere, do not leave any more."""
+        leaving = self._leaving.items()
+        self._leaving = {seq: move for seq, move in leaving if move.source and move.source.worker_id == seq.worker_id}
 
     def _send_ahead(self, seq: Sequence, worker: WorkerState, takers: Seq[WorkerState], now: float) -> BlockMove | None:
         row = seq.row
@@ -528,6 +535,13 @@ class BlockMoves:
         new, self._new = self._new, []
         return new
 
+    def cancel_all(self) -> None:
+        """Drop the content of the moves under way. Their blocks stay taken until they end: they may be written."""
+        for one in self._open.values():
+            one.move.is_ended = True
+        for mover in self._movers.values():
+            mover.arriving.clear()
+
     def take_losses(self) -> list[float]:
         """By how many seconds each move that has ended since the last call took longer than computing its tokens."""
         losses, self._losses_s = self._losses_s, []
@@ -538,14 +552,16 @@ class BlockMoves:
         one = self._open.pop(move_id, None)
         if one is None:
             return []
-        move = one.move
+        move, is_cancelled = one.move, one.move.is_ended
         move.is_ended = True
-        self._leaving = {seq: move for seq, move in self._leaving.items() if seq.row is not None}
+        num_moved = 0 if is_cancelled else num_moved
+        self._note_left()
         changed = []
         if self._workers.get(move.worker_id) is one.target:
             changed.append(one.target)
             self._settle(one, num_moved)
-            self._measure(one, num_moved, took_s)
+            if not is_cancelled:
+                self._measure(one, num_moved, took_s)
         _give_back(one.extras, max(0, num_moved - len(move.digests)))
         source = one.source
         if isinstance(source, OwnSource) and self._workers.get(source.worker_id) is source.worker:
@@ -558,13 +574,10 @@ class BlockMoves:
     def _settle(self, one: _Open, num_moved: int) -> None:
         """The moved blocks become cached prefixes; the others are empty."""
         move, pool = one.move, one.target.pool
-        mover = self._movers[move.worker_id]
-        names = _names(move, one.extras)
-        for name in names:
-            if mover.arriving.get(name) is move:
-                del mover.arriving[name]
-        if move.source is None and num_moved < len(names):
-            mover.tiers.pop(names[num_moved], None)  # it is not there, or damaged
+        arriving = self._movers[move.worker_id].arriving
+        for name in _names(move, one.extras):
+            if arriving.get(name) is move:
+                del arriving[name]
         pool.cache(move.block_ids[:num_moved], move.digests[:num_moved], move.token_blocks[:num_moved])
         pool.free(np.concatenate((one.prefix, move.block_ids))[::-1])
         one.target.room_version += 1
@@ -572,6 +585,8 @@ class BlockMoves:
     def _measure(self, one: _Open, num_moved: int, took_s: float) -> None:
         move, capacity, counts = one.move, one.target.capacity, self._counts
         is_whole = num_moved == move.num_items
+        if move.source is None and not is_whole:  # the next one is not in the tier, or damaged
+            self._movers[move.worker_id].tiers.pop(_names(move, one.extras)[num_moved], None)
         num_tokens = move.num_saved_tokens if is_whole else min(num_moved, len(move.digests)) * capacity.block_size
         counts.block_moves += 1
         counts.failed_block_moves += not is_whole

@@ -101,7 +101,7 @@ class Scheduler:
         self.moves = BlockMoves(self._workers, self._throughput, self._counts, config.watermark, borrows=borrows)
         self._loans = Loans(self._workers, self._counts)
         self._roles = Roles(self._workers, self.moves)
-        self.barrier = Barrier(self._workers, self._requests, self._placement)
+        self.barrier = Barrier(self._workers, self._requests, self._placement, self.moves)
         self._now = 0.0  # of the newest `schedule` or `end_move`
         self._expired: list[Finished] = []
 

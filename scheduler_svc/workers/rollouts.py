@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import rollouts_pb2
 
-from scheduler_svc.core.barrier import HeldSample
-from scheduler_svc.step_loop import HoldMode, StepLoop
+from scheduler_svc.core.barrier import Hold, HoldMode
+from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.weights import Weights, check_name
 from svc_common.calls import first_of, read_rest
-from svc_common.errors import InvalidRequestError, QuireError
+from svc_common.errors import AbortedError, InvalidRequestError, QuireError
 
 Request = scheduler_pb2.ControlRolloutsRequest
 Response = scheduler_pb2.ControlRolloutsResponse
@@ -33,7 +33,7 @@ class Rollouts:
     def __init__(self, step_loop: StepLoop, weights: Weights) -> None:
         self.weights = weights
         self._step_loop = step_loop
-        self._pauses: dict[str, asyncio.Future[list[HeldSample]]] = {}
+        self._pauses: dict[str, asyncio.Future[Hold]] = {}
 
     async def control(self, request: Request) -> Response:
         """Serve one call. Raises QuireError."""
@@ -91,8 +91,10 @@ class Rollouts:
         if request.pause_id not in self._pauses and len(self._pauses) >= MAX_PAUSES:
             raise InvalidRequestError(f"{MAX_PAUSES} pauses have begun; end one first", field="pause_id")
         if request.pause_id not in self._pauses:
-            self._pauses[request.pause_id] = self._step_loop.hold(f"pause:{request.pause_id}", mode)
-        samples = await asyncio.shield(self._pauses[request.pause_id])
+            self._pauses[request.pause_id] = self._step_loop.hold(Hold(f"pause:{request.pause_id}", mode))
+        samples = (await asyncio.shield(self._pauses[request.pause_id])).samples
+        if samples is None:
+            raise AbortedError(f"pause {request.pause_id!r} was ended before all workers had stopped; begin it again")
         return rollouts_pb2.PauseResponse(
             samples=[
                 rollouts_pb2.PausedSample(

@@ -29,10 +29,14 @@ from quire.internal.v1 import worker_pb2
 from quire.v1 import rollouts_pb2, types_pb2
 
 from prefix_index.index import PrefixIndex
-from scheduler_svc.step_loop import HoldMode, ModelFacts, StepLoop, WeightsChange
+from scheduler_svc.core.barrier import Hold, HoldMode
+from scheduler_svc.core.messages import MigrationReason
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.step_loop import ModelFacts, StepLoop, WeightsChange
 from scheduler_svc.workers import wire
 from scheduler_svc.workers.leased_worker import LeasedWorker
 from svc_common.errors import (
+    AbortedError,
     AlreadyExistsError,
     DeadlineError,
     InvalidRequestError,
@@ -111,6 +115,7 @@ class Weights:
         self.asleep: set[str] = set()
         self._base = ("", "")  # model and revision of the checkpoint
         self._num_holds = 0
+        self._sleep: asyncio.Future[Hold] | None = None  # the hold of all that sleeps
         self._update: OpenUpdate | None = None
         self._newest: tuple[str, rollouts_pb2.CommitUpdateResponse] | None = None  # the last commit
         self._members: dict[str, LeasedWorker] = {}
@@ -383,7 +388,7 @@ class Weights:
         self._num_holds += 1
         holder = f"{HOLDER}:{self._num_holds}"  # a commit and a worker that joins may hold it at the same time
         try:
-            await self._step_loop.hold(holder, mode)
+            await self._step_loop.hold(Hold(holder, mode))
             return await act()
         finally:
             self._step_loop.release(holder)
@@ -436,32 +441,41 @@ class Weights:
     async def sleep(self, tags: Iterable[str]) -> None:
         """Free memory of all workers. Requests wait until `wake` has got all of it back."""
         wanted = checked_tags(tags)
-        frees_kv = "kv_cache" in wanted
-        await self._step_loop.hold("sleep", HoldMode.RETRACT if frees_kv else HoldMode.KEEP)
+        sleep = self._sleep = self._sleep or self._step_loop.hold(Hold("sleep", HoldMode.KEEP))
+        await asyncio.shield(sleep)
         async with self._turn:
+            if self._sleep is not sleep:
+                raise AbortedError("the workers were woken before all of them had stopped; call it again")
             self.asleep |= wanted
-            if frees_kv:
-                await self._step_loop.change(lambda core: core.forget_prefixes())
+            if "kv_cache" in wanted:
+                await self._step_loop.change(_free_kv)
             await self._ask_all(lambda link: self._calls(link).sleep(sorted(wanted)))
 
     async def wake(self, tags: Iterable[str]) -> None:
         """Get memory back. Steps go on when nothing sleeps any more."""
-        wanted = sorted(checked_tags(tags) & self.asleep)
+        named = checked_tags(tags)
         async with self._turn:
-            if wanted:
+            if wanted := sorted(named & self.asleep):
                 version, files = self.current.version, self.current.files
                 await self._ask_all(lambda link: self._calls(link).wake(wanted, version, files))
             self.asleep -= set(wanted)
-        if not self.asleep:
-            self._step_loop.release("sleep")
+            if not self.asleep:
+                self._step_loop.release("sleep")
+                self._sleep = None
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
-        try:
-            await self._step_loop.hold("reset", HoldMode.KEEP)
-            await self._step_loop.change(lambda core: core.forget_prefixes())
-        finally:
-            self._step_loop.release("reset")
+        """Forget all cached prefixes, in pools and tiers."""
+        await self._held(HoldMode.KEEP, self._forget_prefixes)
+
+    async def _forget_prefixes(self) -> int:
+        await self._step_loop.change(lambda core: core.forget_prefixes())
+        if self._members:
+            await self._ask_all(self._clear_tiers)
+        return 0
+
+    async def _clear_tiers(self, link: LeasedWorker) -> None:
+        if link.capacity.movement is not None and link.capacity.movement.has_tier:
+            await self._calls(link).clear_tiers()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -505,6 +519,11 @@ def checked_tags(tags: Iterable[str]) -> set[str]:
     for tag in sorted(found - {"weights", "kv_cache"}):
         raise InvalidRequestError(f"tags has {tag[:64]!r}; use weights or kv_cache", field="tags")
     return found
+
+
+def _free_kv(core: Scheduler) -> None:
+    core.barrier.retract(MigrationReason.PAUSE)
+    core.forget_prefixes()
 
 
 def _retrieved(task: asyncio.Task[Any]) -> None:

@@ -313,6 +313,22 @@ async def test_a_target_without_memory_for_copies_computes_the_blocks(
     assert "no memory for blocks that arrived: CUDA out of memory" in response.message
 
 
+async def test_nothing_is_written_to_a_pool_that_sleeps(pair: tuple[Served, Served]) -> None:
+    source, target = pair
+
+    async def change(action: worker_pb2.WeightsAction.ValueType) -> None:
+        request = worker_pb2.ChangeWeightsRequest(fence=target.fence, action=action, tags=["kv_cache"])
+        await target.stub.ChangeWeights(request)
+
+    await change(worker_pb2.WEIGHTS_ACTION_SLEEP)
+    with pytest.raises(grpc.aio.AioRpcError, match="the KV pool of this worker sleeps") as refused:
+        await target.stub.FetchBlocks(order(target, source))
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert num_equal(target, source) == 0
+    await change(worker_pb2.WEIGHTS_ACTION_WAKE)
+    assert (await target.stub.FetchBlocks(order(target, source))).num_fetched == NUM_MOVED
+
+
 async def test_a_fetch_of_an_ended_lease_writes_nothing(pair: tuple[Served, Served]) -> None:
     source, target = pair
     request = order(target, source)

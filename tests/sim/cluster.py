@@ -17,6 +17,7 @@ import numpy as np
 from prefix_index.changes import Holder
 from request_fields.beams import BeamParams
 from request_fields.sizes import blocks_of_row
+from scheduler_svc.core.barrier import Hold, HoldMode
 from scheduler_svc.core.block_manager import ceil_div
 from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.config import SchedulerConfig
@@ -549,8 +550,8 @@ class Cluster:
         """All workers get other weights between two steps. Running rows are computed again, or keep what they have."""
         self.trace.append(("update", keeps_kv))
         barrier = self.scheduler.barrier
-        barrier.hold("update")
-        while not barrier.is_reached:
+        barrier.hold(Hold("update", HoldMode.KEEP))
+        while not barrier.take_reached():
             if self.schedule():
                 raise Violation("plans a step behind a closed barrier")
             self.answer(self.busy_workers()[0])

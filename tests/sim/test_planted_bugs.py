@@ -733,7 +733,7 @@ def failed_gang_retried_without_end(patch: Patch) -> None:
 
 @bug("the weights change while a step is in flight", first_seed=12)
 def weights_of_two_versions_in_a_step(patch: Patch) -> None:
-    patch.setattr(Barrier, "is_reached", property(lambda barrier: barrier.is_closed))
+    patch.setattr(Barrier, "take_reached", lambda barrier: list(barrier.holders))
 
 
 @bug("reads the wrong content|published a prefix", first_seed=12)
@@ -749,11 +749,6 @@ def blocks_of_the_old_weights_hit(patch: Patch) -> None:
 @bug("plans a step behind a closed barrier", first_seed=29)
 def steps_behind_the_barrier(patch: Patch) -> None:
     patch.setattr(Barrier, "_note", lambda barrier: None)
-    patch.setattr(
-        Barrier,
-        "is_reached",
-        property(lambda barrier: not any(worker.in_flight for worker in barrier._workers.values())),
-    )
 
 
 # -- encoder positions -------------------------------------------------------------------------------------------------

@@ -66,6 +66,8 @@ class BlockStore:
         self._queue: deque[Committed] = deque()
         self.num_queued = 0  # blocks that the writer has not looked at
         self._wake = threading.Condition()
+        self._writing = threading.Lock()  # held while a part of `_current` is written
+        self._current: Committed | None = None
         self._is_closed = False
         self._watchers: set[OnChange] = set()
         self._guard = threading.Lock()
@@ -104,6 +106,17 @@ class BlockStore:
                 self._wake.notify()
         self.tiers[0].counts.num_dropped += count if is_late else 0
 
+    def clear(self) -> None:
+        """Remove all records; blocks that were offered before are not written."""
+        with self._wake:
+            self.num_queued -= sum(len(committed.block_ids) for committed in self._queue)
+            self._queue.clear()
+            self._current = None
+        with self._writing:
+            for tier in self.tiers:
+                for digest in tier.digests():
+                    tier.forget(digest)
+
     def _write_all(self) -> None:
         with contextlib.suppress(OSError):  # steps come first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
@@ -112,11 +125,9 @@ class BlockStore:
             for record_format, place in self._format.parts(committed.block_ids.tolist(), READ_BYTES):
                 if self._is_closed:
                     return
-                try:
-                    self._write(record_format, blocks[place])
-                except Exception:  # some blocks must not end the thread
-                    log.exception("blocks could not be written to the tier")
-                    self.tiers[0].counts.num_dropped += place.stop - place.start
+                with self._writing:
+                    if self._current is committed:  # else they are cleared
+                        self._write_part(record_format, blocks[place])
             with self._wake:
                 self.num_queued -= len(committed.block_ids)
 
@@ -124,7 +135,15 @@ class BlockStore:
         with self._wake:
             while not self._queue and not self._is_closed:
                 self._wake.wait()
-            return None if self._is_closed else self._queue.popleft()
+            self._current = None if self._is_closed else self._queue.popleft()
+            return self._current
+
+    def _write_part(self, record_format: RecordFormat, blocks: Sequence[tuple[bytes, Origin]]) -> None:
+        try:
+            self._write(record_format, blocks)
+        except Exception:  # some blocks must not end the thread
+            log.exception("blocks could not be written to the tier")
+            self.tiers[0].counts.num_dropped += len(blocks)
 
     def _write(self, record_format: RecordFormat, blocks: Sequence[tuple[bytes, Origin]]) -> None:
         first = self.tiers[0]

@@ -102,6 +102,7 @@ class Snapshots(WorkerPart):
         self._in_flight: dict[int, list[Taken]] = {}  # by step id
         self._answered: list[Taken] = []  # of the step whose answer is being applied
         self._lent: Counter[int] = Counter()  # slot -> moves that read it
+        self._forgotten: set[int] = set()  # lent slots that become free when they are not read any more
         self._arriving: dict[int, int] = {}  # slot -> tokens that its snapshot will save
         self._first_id = capacity.num_all_blocks
         self._has_tier = capacity.movement is not None and capacity.movement.has_tier
@@ -305,10 +306,15 @@ class Snapshots(WorkerPart):
 
     def take_back(self, ids: Seq[int]) -> None:
         self._lent -= Counter(block_id - self._first_id for block_id in ids)
+        ended = self._forgotten - self._lent.keys()
+        self._forgotten -= ended
+        self._free += ended
 
     def forget_all(self) -> None:
         """No row starts from a snapshot that was taken so far. No step is in flight."""
-        self._free += [kept.slot for kept in self.kept.values()]
+        slots = {kept.slot for kept in self.kept.values()}
+        self._free += slots - self._lent.keys()
+        self._forgotten |= slots & self._lent.keys()
         self.kept.clear()
         self._commits.clear()
         self._rows.clear()

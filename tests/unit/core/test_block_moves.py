@@ -196,6 +196,27 @@ def test_others_pass_a_sequence_that_waits_for_blocks_and_its_twin_waits_with_it
     check_scheduler(scheduler)
 
 
+def test_what_arrives_after_all_prefixes_were_forgotten_is_dropped() -> None:
+    """The memory that the blocks are written to may have been freed meanwhile."""
+    scheduler = make_scheduler(capacity("w0"))
+    warm(scheduler)
+    held = digests_of(scheduler, "w0")
+    scheduler.remove_worker("w0")
+    scheduler.add_worker(capacity("w0", worker_epoch=2))
+    scheduler.moves.change_tiers("w0", dict.fromkeys(held, TierKind.DISK))
+    scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
+    (move,) = moves_of(scheduler)
+    scheduler.forget_prefixes()
+    (batch,) = scheduler.schedule(1.0)
+    assert batch.context_lens.tolist() == [0], "it does not wait any longer"
+    assert not set(batch.opens[0].block_table.tolist()) & set(move.block_ids.tolist()), "they may still be written"
+    check_scheduler(scheduler)
+    scheduler.end_move(move.move_id, 10, 0.01, 1.1)
+    check_scheduler(scheduler)
+    assert digests_of(scheduler, "w0") == []
+    assert scheduler.moves.num_in_tiers("w0") == 10
+
+
 def test_a_draining_worker_sends_the_blocks_of_a_row_ahead() -> None:
     scheduler = make_scheduler(capacity("w0"), capacity("w1"))
     scheduler.add_group(make_group(PROMPT, "stream", max_tokens=100), 0.0)
@@ -296,6 +317,18 @@ def test_a_snapshot_is_kept_while_another_worker_reads_it() -> None:
         assert (digest in part.kept) == (start == 100)
         check_scheduler(scheduler)
         part.take_back(ids)
+
+
+def test_a_snapshot_that_is_forgotten_while_another_worker_reads_it_keeps_its_slot() -> None:
+    scheduler = make_scheduler(recurrent("w0", num_snapshots=1))
+    warm(scheduler)
+    part = snapshots_of(scheduler)
+    ids = part.lend(list(part.kept))
+    scheduler.forget_prefixes()
+    for is_free in (False, True):
+        check_scheduler(scheduler)
+        assert part.reserve(1, 40) == (ids if is_free else [])
+        part.take_back([] if is_free else ids)
 
 
 def test_a_row_of_a_draining_worker_sends_its_snapshot_ahead() -> None:

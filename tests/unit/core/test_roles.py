@@ -10,6 +10,7 @@ import pytest
 from scheduler_svc.core.messages import BlockMovement, MigrationReason, WorkerCapacity, WorkerRole
 from scheduler_svc.core.policy import placement_scores
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishReason
 from step_protocol.messages import StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.invariants import check_scheduler
@@ -31,12 +32,17 @@ def answer(scheduler: Scheduler, batch: StepBatch, now: float) -> None:
     scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), now)
 
 
+def run_step(scheduler: Scheduler) -> float:
+    now = scheduler._now + 0.01
+    for batch in scheduler.schedule(now):
+        answer(scheduler, batch, now)
+    return now
+
+
 def run(scheduler: Scheduler, steps: int, *, moves: bool = True) -> None:
     """Run steps of 10 ms, and moves, which end at once."""
     for _ in range(steps):
-        now = scheduler._now + 0.01
-        for batch in scheduler.schedule(now):
-            answer(scheduler, batch, now)
+        now = run_step(scheduler)
         for move in scheduler.moves.take_moves():
             scheduler.end_move(move.move_id, len(move.digests) if moves else 0, 0.01, now)
         check_scheduler(scheduler)
@@ -77,6 +83,18 @@ def test_a_stream_stays_while_no_other_worker_has_room() -> None:
     run(scheduler, 12)
     found = running(scheduler)
     assert (len(found["p"]), len(found["d"])) == (2, 1)
+
+
+def test_a_stream_that_ends_before_it_leaves_blocks_no_other_one() -> None:
+    scheduler = make_scheduler(worker("p", WorkerRole.PREFILL), worker("d", WorkerRole.DECODE, max_num_seqs=1))
+    stream(scheduler, PROMPT, "a")
+    while not (moves := scheduler.moves.take_moves()):
+        run_step(scheduler)
+    scheduler.end_move(moves[0].move_id, len(moves[0].digests), 0.01, scheduler._now)
+    scheduler.abort_group("a", FinishReason.ABORTED)
+    stream(scheduler, [7, *PROMPT], "b")
+    run(scheduler, 8)
+    assert running(scheduler)["d"] == ["b"]
 
 
 @pytest.mark.parametrize("gone", ["p", "d"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,11 @@ from quire.internal.v1 import worker_pb2
 from quire.v1 import rollouts_pb2, types_pb2
 
 from scheduler_svc.step_loop import StepLoop
+from scheduler_svc.workers.rollouts import Request, Rollouts
 from scheduler_svc.workers.weights import Weights
-from svc_common.errors import AlreadyExistsError, InvalidRequestError, QuireError, UnavailableError
-from tests.unit.scheduler.fakes import FakeIndex, running_loop, until
+from svc_common.errors import AbortedError, AlreadyExistsError, InvalidRequestError, QuireError, UnavailableError
+from tests.builders import make_group
+from tests.unit.scheduler.fakes import FakeGateway, FakeIndex, FakeWorker, running_loop, settle, until
 
 Killed = asyncio.CancelledError  # what ends a process is no error that it handles
 
@@ -233,3 +236,59 @@ async def test_schedulers_of_a_model_follow_the_record(monkeypatch: pytest.Monke
         await until(lambda: other.versions == fleet.versions)
         await weights.close()
         await follower.close()
+
+
+@asynccontextmanager
+async def stopped_loop() -> AsyncIterator[tuple[StepLoop, Weights, FakeWorker]]:
+    """A worker that does not answer its step, so that no hold is reached until it does."""
+    async with running_loop() as step_loop:
+        weights, worker = Weights(step_loop, FakeIndex(), lambda link, info: None), FakeWorker(step_loop)
+        worker.join(max_num_seqs=4)
+        step_loop.submit(make_group(owner=step_loop.attach(FakeGateway()), handle=1, max_tokens=100))
+        await until(lambda: worker.unanswered)
+        yield step_loop, weights, worker
+        while worker.unanswered and not step_loop.core.barrier.holders:
+            step_loop.abort(["r"])
+            await worker.answer_all()
+
+
+async def test_a_pause_that_is_ended_before_it_is_reached_is_not_carried_out() -> None:
+    async with stopped_loop() as (step_loop, weights, worker):
+        rollouts = Rollouts(step_loop, weights)
+        pause = rollouts_pb2.PauseRequest(pause_id="p", mode=rollouts_pb2.PAUSE_MODE_ABORT)
+        pausing = asyncio.create_task(rollouts.control(Request(pause=pause)))
+        await settle()
+        await rollouts.control(Request(unpause=rollouts_pb2.UnpauseRequest(pause_id="p")))
+        with pytest.raises(AbortedError, match="'p' was ended before"):
+            await pausing
+        resetting = asyncio.create_task(weights.reset_prefix_cache())
+        await settle()
+        worker.answer()
+        await resetting
+        assert step_loop.core.has_work, "no request was aborted"
+
+
+async def test_a_reset_that_is_cancelled_ends_no_other_one() -> None:
+    async with stopped_loop() as (step_loop, weights, worker):
+        first, second = (asyncio.create_task(weights.reset_prefix_cache()) for _ in range(2))
+        await settle()
+        first.cancel()
+        await settle()
+        assert len(step_loop.core.barrier.holders) == 1
+        worker.answer()
+        await second
+        await until(lambda: not step_loop.core.barrier.holders)
+
+
+async def test_sleeps_that_are_ended_by_a_wake_do_not_sleep_later() -> None:
+    async with stopped_loop() as (step_loop, weights, worker):
+        sleeping = [asyncio.create_task(weights.sleep(tags)) for tags in (["kv_cache"], ["weights"])]
+        await settle()
+        await weights.wake([])
+        for task in sleeping:
+            with pytest.raises(AbortedError, match="woken"):
+                await task
+        assert not weights.asleep
+        await until(lambda: not step_loop.core.barrier.holders)
+        worker.answer()
+        await until(lambda: worker.unanswered)

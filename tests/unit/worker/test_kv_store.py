@@ -6,10 +6,12 @@ import errno
 import logging
 import random
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,6 +184,35 @@ def test_blocks_are_read_as_they_were_and_by_the_next_process(tier: Tier, tmp_pa
     assert [after.is_right(block) for block in range(NUM_BLOCKS)] == [True] * NUM_BLOCKS
     assert after.disk.num_bytes == sum(file.stat().st_size for file in after.files())
     after.store.close()
+
+
+@pytest.mark.parametrize("memory", [0, 5])
+def test_tiers_that_are_cleared_hold_nothing_that_was_offered_before(
+    tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = Tier(tmp_path / "tier", memory=memory)
+    tier.write()
+    clearing, is_writing, may_write = threading.Thread(target=tier.store.clear), threading.Event(), threading.Event()
+    write = BlockStore._write
+
+    def late_write(store: BlockStore, *args: Any) -> None:
+        is_writing.set()
+        assert may_write.wait(DEADLINE_S)
+        write(store, *args)
+
+    monkeypatch.setattr(BlockStore, "_write", late_write)
+    for blocks in ([0, 1], [2, 3]):  # the first ones are being written, the others are in the queue
+        tier.store.offer(Committed(1, np.array(blocks, np.uint32), [tier.digests[block] for block in blocks], b""))
+    assert is_writing.wait(DEADLINE_S)
+    clearing.start()
+    may_write.set()
+    clearing.join(DEADLINE_S)
+    assert not clearing.is_alive()
+    assert [one.digests() for one in tier.store.tiers] == [[]] * len(tier.store.tiers)
+    assert (tier.files(), set(tier.changes.values())) == ([], {None})
+    tier.offer([5])
+    assert tier.is_right(5)
+    tier.store.close()
 
 
 def test_a_tier_keeps_the_blocks_that_were_used_last(tmp_path: Path) -> None:
