@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 
 from bench.gpu.report import Report
-from bench.gpu.step_model import NUM_DRAFTS, VERIFY_SIZES
 from bench.gpu.toolchain import use_peers
 from bench.workloads import COMMON, QWEN3_06B, Model, weight_shapes
 from request_fields.fields import SamplingParams
@@ -44,6 +43,8 @@ LONG_SETTINGS: dict[str, Any] = {
     "cuda_graph_tokens": 0,
     "cuda_graphs": "lazy",
 }
+NUM_DRAFTS = 3  # per row
+VERIFY_SIZES = [(1, 512), (8, 512), (32, 512), (1, 32_768)]  # rows, context
 EXPERTS: Model = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8,
     "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],

@@ -1,8 +1,8 @@
 """The sections of the benchmark in the order in which they run, the most informative first.
 
-Part 1 compiles, checks results and bits, measures the engine as it is committed, and chooses tiles. Part 2 measures the
-goals with these tiles. Part 3 measures other settings, part 4 other models and uses, part 5 other libraries. Speed is
-measured only with kernels that pass their checks.
+Part 1 compiles, checks results and bits, and measures the engine. Part 2 measures the goals. Part 3 measures other
+settings, part 4 other models and uses, part 5 other libraries. Speed is measured only with kernels that pass their
+checks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ PARTS: dict[int, tuple[Section, ...]] = {
         Section("first_answer", 30.0, "bench.gpu.serving:first_answer"),
         Section("exact_bits", 25.0, "bench.gpu.exact_bits:exact_bits"),
         _speed("baseline", 75.0, "bench.gpu.serving:baseline"),
-        _speed("tile_sweep", 40.0, "bench.gpu.tile_sweep:tile_sweep"),
-        _speed("linear_tiles", 30.0, "bench.gpu.linear_tiles:linear_tiles"),
-        _speed("splits", 25.0, "bench.gpu.tile_sweep:splits"),
         _speed("decode_attention", 30.0, "bench.gpu.kernels:decode_attention"),
         _speed("prefill_attention", 25.0, "bench.gpu.kernels:prefill_attention"),
         Section("logits", 60.0, "bench.gpu.logits:logits"),
@@ -56,9 +53,6 @@ PARTS: dict[int, tuple[Section, ...]] = {
         _speed("other_caches", 35.0, "bench.gpu.kernels:other_caches"),
         Section("extras", 45.0, "bench.gpu.extras:extras"),
         Section("blocks", 45.0, "bench.gpu.extras:blocks"),
-        Section("invariance", 25.0, "bench.gpu.small_kernels:invariance"),
-        _speed("small_kernels", 25.0, "bench.gpu.small_kernels:small_kernels"),
-        _speed("products", 25.0, "bench.gpu.products:products"),
         _speed("experts", 60.0, "bench.gpu.other_models:experts"),
         _speed("int4_weights", 50.0, "bench.gpu.other_models:int4_weights"),
         _speed("adapters", 60.0, "bench.gpu.adapters:adapters"),
@@ -76,11 +70,10 @@ SECTIONS = [section for part in PARTS.values() for section in part]
 
 NEEDED = ("compile", "ceilings")  # by every part: fractions of limits, and time
 MOST_CUTS = 2
-UNTUNED = ("tile_sweep", "baseline")  # left out if all sections use the engine's own tiles
 
 
 def chosen_sections(
-    part: int | None, only: str, *, is_baseline: bool = False, done: Collection[str] = (), cuts: Sequence[str] = ()
+    part: int | None, only: str, *, done: Collection[str] = (), cuts: Sequence[str] = ()
 ) -> list[Section]:
     """The requested sections by name, or those of a part that are not done. Those that ran out of time come last, and
     not a third time. Raises ValueError for an unknown name."""
@@ -91,6 +84,6 @@ def chosen_sections(
     if names:
         return [section for section in SECTIONS if section.name in names]
     chosen = [section for section in SECTIONS if part is None or section in PARTS[part] or section.name in NEEDED]
-    left_out = {*done, *(UNTUNED if is_baseline else ()), *(name for name in cuts if cuts.count(name) >= MOST_CUTS)}
+    left_out = {*done, *(name for name in cuts if cuts.count(name) >= MOST_CUTS)}
     left = [section for section in chosen if section.name not in left_out]
     return sorted(left, key=lambda section: section.name in cuts and section.name not in NEEDED)

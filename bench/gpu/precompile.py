@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from bench.gpu import adapters, kernels, linear_tiles, machine, model, products, self_checks, small_kernels, tile_sweep
+from bench.gpu import adapters, kernels, machine, model, self_checks
 from bench.gpu.aot import ARCHITECTURES
 from bench.gpu.dry_run import Device, Recorder, take_steps, without_gpu
 from bench.gpu.report import Report
@@ -53,11 +53,7 @@ ENGINES: list[dict[str, Any]] = [
     adapters.SETTINGS,
     adapters.SETTINGS | {"determinism": "exact"},
 ]
-SECTIONS: list[Callable[[Report], None]] = [
-    kernels.decode_attention, kernels.prefill_attention, kernels.other_caches, tile_sweep.tile_sweep,
-    small_kernels.small_kernels, small_kernels.invariance, products.products, tile_sweep.splits,
-    linear_tiles.linear_tiles,
-]  # fmt: skip
+SECTIONS = (kernels.decode_attention, kernels.prefill_attention, kernels.other_caches)
 LONG = ("paged_attention", "linear", "collect", "select", "pick")  # compilations
 NO_GPU = "libcuda.so cannot found"  # in the error of a launcher, where there is nothing to launch on
 

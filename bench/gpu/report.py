@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 REPEATS = 20
-UNCHANGED = ("baseline", "tile_sweep")  # sections that use the engine's own tiles
 COLUMNS = (
     ("ms", "{:.4f}"),
     ("gb_s", "{:.0f}"),
@@ -33,7 +32,7 @@ class Report:
     """Collects and prints rows, and relates them to the measured ceilings of the device. It does not initialize the
     device, so that forked processes can."""
 
-    def __init__(self, *, is_smoke: bool, is_baseline: bool = False, scratch: Path | None = None) -> None:
+    def __init__(self, *, is_smoke: bool, scratch: Path | None = None) -> None:
         self.is_smoke = is_smoke
         self.out = Path()  # for other files than the table
         self.scratch = scratch or Path(tempfile.gettempdir())  # files that sections share
@@ -42,7 +41,6 @@ class Report:
         self.device = torch.device("cpu" if is_smoke else "cuda")
         self.dtype = torch.float32 if is_smoke else torch.bfloat16
         self.tolerance = 1e-5 if is_smoke else 8e-3  # against float32 references
-        self.is_baseline = is_baseline
         self.rows: list[dict[str, Any]] = []
         self.figures: dict[str, Any] = {}
         self.done: list[str] = []  # sections that need not run again
@@ -57,11 +55,6 @@ class Report:
         """Starts a section: its rows of an earlier command are removed."""
         self.section, self.was_cut = section, False
         self.rows = [row for row in self.rows if row["by"] != section]
-
-    def tiles(self) -> dict[str, Any]:
-        """The tiles that this section uses instead of the engine's table."""
-        is_unchanged = self.is_baseline or self.section in UNCHANGED
-        return {} if is_unchanged else dict(self.figures.get("tiles", {}))
 
     def message(self, row: dict[str, Any]) -> tuple[Any, ...]:
         """What the process of a section sends with every row."""

@@ -1,15 +1,14 @@
 """Benchmark of the GPU engine on one device: correctness, speed, fraction of the device's limits. Needs no network.
 
     bench/gpu/pack                # first, on a machine with a network: stubs and small wheels
-    bench/gpu/start 1             # compile, check results, measure the engine as it is, choose tiles
+    bench/gpu/start 1             # compile, check results, measure the engine as it is
     bench/gpu/start 2             # the goals: decode steps, 256 requests in-process and through gRPC
     bench/gpu/start 3             # exact mode, fp8, mixed steps, long contexts
     bench/gpu/start 4             # Qwen3's sampling through gRPC, other caches, experts, int4, adapters
     bench/gpu/start 5             # flash-attn, FlashInfer, nano-vllm and vLLM, if they are there or can be built
     bench/gpu/start               # all sections that are not measured yet, within the budget
     bench/gpu/start sanitize      # compute-sanitizer over all kernels
-    bench/gpu/start predict       # the model of a step, for several GPUs; needs no GPU
-    bench/gpu/start report        # the results so far beside the predictions
+    bench/gpu/start report        # the results so far
     bench/gpu/start --smoke       # tiny sizes on a CPU with Triton's interpreter
 
 Each command takes at most --budget seconds and continues from the results of the earlier ones, which --state keeps.
@@ -34,7 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE_SLOWER = 5  # time limits of the interpreter relative to a GPU
-CHOICES = ("all", "1", "2", "3", "4", "5", "sanitize", "predict", "report")
+CHOICES = ("all", "1", "2", "3", "4", "5", "sanitize", "report")
 END_S = 15.0  # of the budget: for ending the last section and for the summary
 # Without this file's folder, whose modules would hide others of the same name.
 sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place or ".").resolve() != ROOT / "bench/gpu")]
@@ -47,7 +46,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", default="all", choices=CHOICES)
     parser.add_argument("--only", default="", help="sections by name, comma separated")
-    parser.add_argument("--baseline", action="store_true", help="the engine as it is: without other tiles")
     parser.add_argument("--again", action="store_true", help="also sections that were measured before")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds of this command (default 540)")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")), help="folder for the results")
@@ -61,11 +59,6 @@ def main() -> None:
     started = time.monotonic()
     args = make_parser().parse_args()
     signal.signal(signal.SIGTERM, _stop)
-    if args.what == "predict":
-        from bench.gpu import step_model
-
-        step_model.main()
-        return
     if args.what == "report":
         show(args.state)
         return
@@ -92,23 +85,22 @@ def measure(args: argparse.Namespace, started: float) -> list[str]:
     from bench.gpu.report import Report  # torch: after the environment is set
     from bench.gpu.sections import run_all  # of torch and triton, no more: CUDA must not start before the fork
 
-    name = "gpu-baseline" if args.baseline else "gpu"
-    report = Report(is_smoke=args.smoke, is_baseline=args.baseline, scratch=args.state)
+    report = Report(is_smoke=args.smoke, scratch=args.state)
     report.started, report.out = started, args.out
-    report.restore(args.state / f"{name}.json")
+    report.restore(args.state / "gpu.json")
     if not (args.state / "triton").exists():  # on another machine than before
         report.done = [name for name in report.done if name != "compile"]
     before = report.seconds
 
     def save() -> None:
         report.seconds = round(before + time.monotonic() - started, 1)
-        report.write(args.out, name)
-        report.write(args.state, name)
+        report.write(args.out, "gpu")
+        report.write(args.state, "gpu")
 
     try:
         part = int(args.what) if args.what.isdigit() else None
         done, cuts = ((), ()) if args.again else (report.done, report.cuts)
-        sections = chosen_sections(part, args.only, is_baseline=args.baseline, done=done, cuts=cuts)
+        sections = chosen_sections(part, args.only, done=done, cuts=cuts)
     except ValueError as error:
         sys.exit(str(error))
     if args.smoke:
@@ -132,29 +124,20 @@ def unpack_kernels(state: Path, vendor: Path = VENDOR) -> None:
 
 
 def show(state: Path) -> None:
-    """Prints failed rows, predictions, and what other tiles have changed."""
+    """Prints failed rows and all figures."""
     from bench.gpu.report import Report
 
-    reports = []
-    for name in ("gpu", "gpu-baseline"):
-        report = Report(is_smoke=False)
-        report.restore(state / f"{name}.json")
-        reports.append(report)
-    if not reports[0].rows:
+    report = Report(is_smoke=False)
+    report.restore(state / "gpu.json")
+    if not report.rows:
         sys.exit(f"{state} has no results; run bench/gpu/start 1, or name another folder with --state")
-    finish(reports[0])
-    for name, value in reports[1].figures.items():
-        if isinstance(value, int | float) and isinstance(reports[0].figures.get(name), int | float):
-            print(f"{name:40s} baseline {value:12.3f}   now {reports[0].figures[name]:12.3f}")
+    finish(report)
 
 
 def finish(report: Any) -> None:
-    """Prints failed rows, and the figures beside the model's predictions."""
-    from bench.gpu.step_model import comparison
-
+    """Prints failed rows and all figures."""
     for failed in report.failed:
         print(f"FAIL {failed}")
-    print("\n".join(comparison(report.figures)))
     print(json.dumps(report.summary()))
 
 

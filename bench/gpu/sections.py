@@ -4,7 +4,6 @@ crash costs only the section's remaining rows."""
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import multiprocessing
 import os
@@ -26,14 +25,12 @@ CONTEXT = multiprocessing.get_context("fork")  # so that torch is imported once
 SOFT = 0.85  # fraction of its time limit after which a section stops at its next row
 END_S = 10.0  # time limit for the exit of a process that has sent all rows
 MIN_SHARE = 0.3  # a section starts only if this fraction of its time limit remains
-TILES_VARIABLE = "QUIRE_ATTENTION_TILES"  # as in gpu.attention.tiles, which is imported only in sections
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A measurement and its time limit. `function` is MODULE:NAME. It is imported in the section's process, so that the
-    engine reads the tiles that an earlier section has chosen. `when`: with kernels of the engine that are right, or
-    wrong, alone."""
+    """A measurement and its time limit. `function` is MODULE:NAME. `when`: only with kernels of the engine that are
+    right, or wrong."""
 
     name: str
     limit_s: float
@@ -124,8 +121,6 @@ def _work(section: Section, report: Report, limit_s: float, sender: Connection) 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     report.ends_at = time.monotonic() + SOFT * limit_s
     report.tell = lambda row: sender.send(report.message(row))
-    if tiles := report.tiles():
-        os.environ[TILES_VARIABLE] = json.dumps(tiles)
     late = _LateCompilations()
     triton.knobs.compilation.listener = late
     try:

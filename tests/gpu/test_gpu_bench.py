@@ -16,21 +16,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import triton
 
-from bench.gpu import counters, exact_bits, kernel_times, model, peers, self_checks, step_model, toolchain
+from bench.gpu import counters, exact_bits, kernel_times, model, peers, self_checks, toolchain
 from bench.gpu.extras import blocks, extras
 from bench.gpu.libraries import libraries
 from bench.gpu.parts import PARTS, chosen_sections
-from bench.gpu.products import products
 from bench.gpu.report import Report
 from bench.gpu.run import END_S, make_parser, show, unpack_kernels
-from bench.gpu.sections import TILES_VARIABLE, Section, run_all
+from bench.gpu.sections import Section, run_all
 from tests.cpu_limit import limited
 from tests.gpu import fake_flash3, fake_flash_attn, fake_flashinfer
-from tests.gpu.int4_library import weight_int4pack_mm
-from worker_svc.engine.gpu.attention import tiles
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,15 +53,6 @@ def takes_long(report):
     report.ends_at = 0.0
     report.row("takes_long", "first")
     report.row("takes_long", "second")
-
-
-def chooses(report):
-    report.figures["tiles"] = {"decode": {"num_stages": 3}}
-    report.row("chooses", "tiles")
-
-
-def shows_tiles(report):
-    report.row("shows_tiles", os.environ.get(TILES_VARIABLE, "none"))
 
 
 def section(function, limit_s: float = 60.0, name: str = "") -> Section:
@@ -103,14 +90,6 @@ def test_a_later_command_continues(tmp_path):
     assert [row["name"] for row in second.rows] == ["a row", "before", "killed"]
     assert run(second, [section(fine, name="hangs")])[-1] == ("fine", "a row", True)
     assert len(second.rows) == 2  # the rows of the earlier attempt are gone
-
-
-@pytest.mark.parametrize(("is_baseline", "expected"), [(False, '{"decode": {"num_stages": 3}}'), (True, "none")])
-def test_later_sections_use_the_chosen_tiles(is_baseline, expected):
-    assert TILES_VARIABLE == tiles.TILES_VARIABLE
-    report = Report(is_smoke=True, is_baseline=is_baseline)
-    run(report, [section(chooses), section(shows_tiles), section(shows_tiles, name="baseline")])
-    assert [row["name"] for row in report.rows] == ["tiles", expected, "none"]
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -159,7 +138,6 @@ def test_every_part_compiles_and_measures_the_limits_first():
     done = ["compile", "ceilings", "decode_steps", "in_process"]
     assert names(2, "", done=done)[:1] == ["through_grpc"]
     assert names(None, "", done=done)[:1] == ["environment"]
-    assert {*names(None, "")} - {*names(None, "", is_baseline=True)} == {"tile_sweep", "baseline"}
 
 
 def test_a_section_that_was_cut_runs_again_behind_the_others_but_not_a_third_time():
@@ -412,18 +390,15 @@ def test_kernel_times_are_per_step():
     ]
 
 
-def test_the_report_compares_with_the_baseline(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(step_model, "WORKLOADS", {})  # their steps take seconds to predict
-    for name, ms in (("gpu", 1.5), ("gpu-baseline", 2.0)):
-        report = Report(is_smoke=True)
-        report.figures |= {"device": "NVIDIA H200", "step_ms_b1_ctx512": ms}
-        report.row("decode_steps", "B 1", ok=False, ms=ms)
-        report.write(tmp_path, name)
+def test_the_report_shows_failed_rows_and_figures(tmp_path, capsys):
+    report = Report(is_smoke=True)
+    report.figures |= {"device": "NVIDIA H200", "step_ms_b1_ctx512": 1.5}
+    report.row("decode_steps", "B 1", ok=False, ms=1.5)
+    report.write(tmp_path, "gpu")
     show(tmp_path)
     text = capsys.readouterr().out
     assert "FAIL decode_steps: B 1" in text
-    assert "baseline        2.000   now        1.500" in text
-    assert "measured/predicted" in text
+    assert '"step_ms_b1_ctx512": 1.5' in text
     with pytest.raises(SystemExit, match="has no results; run bench/gpu/start 1"):
         show(tmp_path / "none")
 
@@ -457,19 +432,3 @@ def test_a_library_that_is_wrong_fails_the_benchmark(monkeypatch):
     assert report.failed == ["libraries: decode: flash-attn 3", "libraries: prefill: flash-attn 3"]
     missing = next(row for row in report.rows if row["name"] == "decode: FlashInfer")
     assert (missing["ok"], missing["note"][:23]) == (None, "BackendUnavailableError")
-
-
-def test_products_are_those_of_the_layers(monkeypatch):
-    def in_bfloat16(x, words, group, numbers):
-        return weight_int4pack_mm(x.bfloat16(), words, group, numbers.bfloat16()).float()
-
-    monkeypatch.setattr(torch, "_weight_int4pack_mm", in_bfloat16)  # there is none for this device
-    report = Report(is_smoke=True)
-    report.tolerance = 8e-3
-    products(report)
-    assert not report.failed, report.rows
-    assert {row["name"] for row in report.rows if row["ok"]} >= {
-        "fp8 72 x 256, 3 rows: ours",
-        "int4 72 x 256, 3 rows: ours",
-        "int4 72 x 256, 3 rows: torch._weight_int4pack_mm",
-    }, report.rows

@@ -1,7 +1,7 @@
 """Tile sizes of attention, as a table. Autotuning needs a GPU, cannot run in a graph capture, and differs between GPUs.
 
-`python -m bench.gpu.aot` prints registers and shared memory of each on sm_90. `bench/gpu/start` measures
-other sizes on a GPU and prints a value of $QUIRE_ATTENTION_TILES that makes workers use them.
+`python -m bench.gpu.aot` prints registers and shared memory of each on sm_90. $QUIRE_ATTENTION_TILES
+sets other sizes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def for_heads(tiles: AttentionTiles, shape: HeadShape, number_bytes: int = 2, sh
 MAX_PROGRAMS_PER_PROCESSOR = 4
 MAX_SPLITS = 2048  # of a step, beside one per row: bounds the memory for their results
 # A split costs about as much as SPLIT_KEYS keys (its start, its end, merging). Longer splits cost less in all, but
-# leave programs idle at the end; with this constant both losses are about equal (measured by bench/gpu/tile_sweep.py).
+# leave programs idle at the end; with this constant both losses are about equal.
 SPLIT_KEYS = 288
 UNITS_OF_ROW = 256  # splits x KV heads of a long row: more only take longer to merge
 LEAST_OF_ROW = 32  # splits that a row may have at least

@@ -2,7 +2,7 @@
 
 Libraries choose tiles and splits of K by the number of rows, so exact mode cannot use them. Here the tile depends on it
 too, but changes no bit: every tile adds the products in the order of K. That was measured on sm_90, where tiles of 16
-rows use another instruction than those of 64 (bench/gpu/linear_tiles.py). Where the start-up check finds other bits,
+rows use another instruction than those of 64. Where the start-up check finds other bits,
 one tile serves every number of rows.
 """
 
