@@ -158,7 +158,7 @@ FLAGS = (
     FlagGroup("compute", (
         Flag("--backend", text, "cpu, cuda, or reference (plain torch, slow)", default="cpu", metavar="NAME"),
         Flag("--attention", one_of(*ATTENTION),
-            "cuda: our kernel (triton), flash-attn 2 (flash; needs --block-size 256) or 3 (flash3), FlashInfer, "
+            "cuda: our kernel (triton), flash-attn 2 (flash; needs --block-size 256) or 3 (flash3), "
             "plain torch; auto: the fastest available", default="auto",
         ),
         Flag("--gpu-memory-utilization", in_range(float, 0.01, 1),

@@ -40,7 +40,6 @@ from worker_svc.engine.gpu.kernels import (
     drafts,
     linear,
     norm,
-    pack_tables,
     prepare,
     record,
     rope_store,
@@ -170,8 +169,6 @@ def variants(
         "POSITION_BITS": drafts.POSITION_BITS, "BLOCK": drafts.BLOCK,
     }  # fmt: skip
     yield Variant("suffix", drafts.suffix_kernel, f"{i} {i} {i} i32 {i} {i}", constants)
-    constants = {"PAGE": 64, "ROWS": pack_tables.MIN_ROWS, "BLOCK": pack_tables.BLOCK}
-    yield Variant("pack_tables", pack_tables.pack_tables_kernel, f"{i} {i} {i} {i} {i} i32 {i} i32", constants)
     for model in models:
         yield from _head_variants(model, SHAPES[model], dtype, dtype, pages, processors)
     for model, (shape, all_masks) in MASKED_SHAPES.items():

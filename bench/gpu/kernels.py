@@ -16,7 +16,7 @@ from bench.gpu.report import Report, relative_error
 from worker_svc.engine.backend import AttentionShape, HeadShape, Norm
 from worker_svc.engine.config import Determinism
 from worker_svc.engine.gpu.attention import paged as engine_attention
-from worker_svc.engine.gpu.attention.paged import Attention, LayerCache, TritonAttention, host_lengths
+from worker_svc.engine.gpu.attention.paged import Attention, LayerCache, TritonAttention
 from worker_svc.engine.gpu.kernels import norm
 from worker_svc.engine.gpu.kernels.attention import AttentionTiles, Queries
 from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepColumns
@@ -153,7 +153,6 @@ class Case:
     def run(self, attention: Attention) -> tuple[Callable[[], None], torch.Tensor]:
         """A function that computes a step of one layer, after its first run, and its output."""
         out = torch.full_like(self.q, float("nan"))
-        attention.plan(self.columns.bucket, host_lengths(self.columns))
 
         def run() -> None:
             attention.begin(self.columns)

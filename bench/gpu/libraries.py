@@ -10,7 +10,6 @@ from bench.gpu.report import Report
 from bench.gpu.toolchain import use_peers
 from worker_svc.engine.gpu.attention.flash import FlashAttention, flash_package
 from worker_svc.engine.gpu.attention.flash3 import Flash3Attention, flash3_package
-from worker_svc.engine.gpu.attention.flashinfer import FlashInferAttention, flashinfer_package
 from worker_svc.engine.gpu.attention.paged import Attention
 
 
@@ -55,16 +54,7 @@ def _flash_3(case: Case) -> Attention:
     return Flash3Attention(flash3_package(), [case.layer], case.block_size, case.cache.keys.dtype)
 
 
-def _flashinfer(case: Case) -> Attention:
-    return FlashInferAttention(
-        flashinfer_package(), [case.layer], block_size=case.block_size, max_rows=case.num_rows,
-        max_tokens=len(case.q), max_model_len=case.longest, dtype=case.q.dtype, kv_dtype=case.cache.keys.dtype,
-        device=case.q.device,
-    )  # fmt: skip
-
-
 LIBRARIES: dict[str, Callable[[Case], Attention]] = {
     "flash-attn 2": _flash_2,
     "flash-attn 3": _flash_3,
-    "FlashInfer": _flashinfer,
 }

@@ -14,7 +14,7 @@ from bench.gpu.report import Report
 
 LIBRARIES = (
     "torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "xxhash", "redis", "uvloop", "llguidance",
-    "flash-attn", "flash-attn-3", "flashinfer-python", "vllm",
+    "flash-attn", "flash-attn-3", "vllm",
 )  # fmt: skip
 QUERIES = (
     "name", "driver_version", "compute_cap", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem",

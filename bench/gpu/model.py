@@ -55,7 +55,6 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "fp8 weights exact": {"quantize": "fp8", "determinism": "exact"},
     "flash-attn 2": {"attention": "flash"},
     "flash-attn 3": {"attention": "flash3"},
-    "FlashInfer": {"attention": "flashinfer"},
     "drafts": {"speculate": "suffix", "max_drafts": NUM_DRAFTS},
 }
 EXACT_SETTINGS: dict[str, Any] = {"determinism": "exact", "cuda_graphs": "lazy", "max_model_len": 33_280}

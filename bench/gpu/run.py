@@ -5,7 +5,7 @@
     bench/gpu/start 2             # the goals: decode steps, 256 requests in-process and through gRPC
     bench/gpu/start 3             # exact mode, fp8, mixed steps, long contexts
     bench/gpu/start 4             # Qwen3's sampling through gRPC, other caches, experts, int4, adapters
-    bench/gpu/start 5             # flash-attn, FlashInfer, nano-vllm and vLLM, if they are there or can be built
+    bench/gpu/start 5             # flash-attn, nano-vllm and vLLM, if they are there or can be built
     bench/gpu/start               # all sections that are not measured yet, within the budget
     bench/gpu/start sanitize      # compute-sanitizer over all kernels
     bench/gpu/start report        # the results so far

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.gpu import fake_flash3, fake_flash_attn, fake_flashinfer
+from tests.gpu import fake_flash3, fake_flash_attn
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.test_runner import HEADS_4_2, SMALL, run_mixed, small_prompts
 from tests.unit.engine.models import load_reference, make_model
@@ -99,13 +99,12 @@ def test_windows_that_no_sequence_leaves_are_dropped(tmp_path):
 
 
 @pytest.mark.parametrize(("attention", "block_size"), [
-    ("flash", 256), ("flash3", 4), ("flashinfer", 4), pytest.param("torch", 4, marks=pytest.mark.deep),
+    ("flash", 256), ("flash3", 4), pytest.param("torch", 4, marks=pytest.mark.deep),
 ])  # fmt: skip
 def test_other_attention_matches_transformers(tmp_path, monkeypatch, attention, block_size):
     """Gemma 2 has a scale, a soft cap, and layers with and without a window."""
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", fake_flash3)
-    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
     folder = make(tmp_path, "gemma2")
     driver = DeviceDriver(load(folder, attention=attention, block_size=block_size, num_blocks=16))
     assert driver.runner.info.backend == f"cuda/{attention}"

@@ -54,7 +54,7 @@ def test_flash_attention_needs_its_package(folder, monkeypatch):
         load(folder, attention="flash", block_size=256)
 
 
-@pytest.mark.parametrize("name", ["flash", "flash3", "flashinfer", "torch"])
+@pytest.mark.parametrize("name", ["flash", "flash3", "torch"])
 def test_batch_dependent_attention_is_refused_in_exact_mode(folder, name):
     with pytest.raises(BackendUnavailableError, match=f"attention {name} cannot be exact"):
         load(folder, attention=name, determinism="exact", block_size=256)

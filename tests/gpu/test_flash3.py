@@ -23,7 +23,6 @@ from worker_svc.engine.gpu import check, loading
 from worker_svc.engine.gpu import compute as compute_module
 from worker_svc.engine.gpu.attention.flash3 import MODULE, Flash3Attention
 from worker_svc.engine.gpu.attention.paged import LayerCache
-from worker_svc.engine.gpu.compute import NO_ROWS
 from worker_svc.engine.gpu.kernels import attention
 from worker_svc.engine.gpu.start import attention_choice as choice
 from worker_svc.engine.gpu.start.setup import Setup
@@ -77,7 +76,6 @@ def compute(made, case, columns):
     """The attention of `made`, over a cache with scales for queries."""
     scales = None if case.scales is None else torch.cat((case.scales, torch.full_like(case.scales[:1], 0.25)))
     out = torch.full_like(case.q, torch.nan)
-    made.plan(columns.bucket, NO_ROWS if columns.host is None else columns.host)
     made.begin(columns)
     made.attend(case.q, LayerCache(*case.cache, scales), columns, case.attention, out)
     return out

@@ -26,7 +26,7 @@ from bench.gpu.report import Report
 from bench.gpu.run import END_S, make_parser, show, unpack_kernels
 from bench.gpu.sections import Section, run_all
 from tests.cpu_limit import limited
-from tests.gpu import fake_flash3, fake_flash_attn, fake_flashinfer
+from tests.gpu import fake_flash3, fake_flash_attn
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -408,14 +408,11 @@ def test_libraries_are_called_as_by_workers(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
     monkeypatch.setattr(fake_flash_attn, "PAGE", 16)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", fake_flash3)
-    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
     report = Report(is_smoke=True)
     libraries(report)
     verdicts = {row["name"]: row["ok"] for row in report.rows if not row["name"].endswith("ours")}
     assert verdicts == {
-        f"{step}: {library}": True
-        for step in ("decode", "prefill")
-        for library in ("flash-attn 2", "flash-attn 3", "FlashInfer")
+        f"{step}: {library}": True for step in ("decode", "prefill") for library in ("flash-attn 2", "flash-attn 3")
     }, report.rows
 
 
@@ -426,9 +423,8 @@ def test_a_library_that_is_wrong_fails_the_benchmark(monkeypatch):
     broken = SimpleNamespace(**vars(fake_flash3) | {"flash_attn_with_kvcache": wrong})
     monkeypatch.setitem(sys.modules, "flash_attn_interface", broken)
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
     report = Report(is_smoke=True)
     libraries(report)
     assert report.failed == ["libraries: decode: flash-attn 3", "libraries: prefill: flash-attn 3"]
-    missing = next(row for row in report.rows if row["name"] == "decode: FlashInfer")
+    missing = next(row for row in report.rows if row["name"] == "decode: flash-attn 2")
     assert (missing["ok"], missing["note"][:23]) == (None, "BackendUnavailableError")

@@ -79,11 +79,12 @@ def traced(folder: Path, ready: dict[str, Any], entered: set[str]) -> Iterator[N
 async def modules_of(stack: tuple[Path, dict[str, Any]], **options: Any) -> set[str]:
     folder, ready = stack
     entered: set[str] = set()
+    options = {"max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "seed": 7} | options
     async with await AsyncClient.connect(ready["target"], timeout_s=DEADLINE_S) as client:
         for _ in range(2):  # a first request enters modules that no later one enters
-            await client.generate("Hello", max_tokens=4, temperature=0.7, top_p=0.9, seed=7, **options)
+            await client.generate("Hello", **options)
         with traced(folder, ready, entered):
-            await client.generate("What is it about", max_tokens=4, temperature=0.7, top_p=0.9, seed=7, **options)
+            await client.generate("What is it about", **options)
             await asyncio.sleep(HEARTBEATS_S)
     return entered
 
@@ -100,6 +101,6 @@ async def test_a_plain_request_enters_no_feature(stack: tuple[Path, dict[str, An
 
 
 async def test_a_request_that_uses_a_feature_is_noticed(stack: tuple[Path, dict[str, Any]]) -> None:
-    entered = await modules_of(stack, beam_width=2, n=2)
+    entered = await modules_of(stack, beam_width=2, n=2, temperature=1.0, top_p=1.0, seed=0)
     assert "scheduler_svc/core/features/beams.py" in features_in(entered)
     assert len(entered) > BUDGET["plain_request"]["modules"]

@@ -11,7 +11,7 @@ import torch
 
 from bench.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
 from worker_svc.engine.backend import AttentionShape
-from worker_svc.engine.gpu.attention.paged import Attention, LayerCache, host_lengths
+from worker_svc.engine.gpu.attention.paged import Attention, LayerCache
 from worker_svc.engine.gpu.kernels.attention import Queries, reference
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS
 from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepColumns
@@ -92,7 +92,6 @@ def _attend(
 ) -> Outputs:
     chosen = q[starts[first] : starts[last]].clone()
     columns, out = _columns(rows[first:last], records[first:last].clone()), torch.full_like(chosen, torch.nan)
-    attention.plan(columns.bucket, host_lengths(columns))
     attention.begin(columns)
     attention.attend(chosen, cache, columns, shape, out)
     return {"output": out}

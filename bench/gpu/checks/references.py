@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from request_fields.fields import SamplingParams
-from worker_svc.engine.gpu.kernels.attention import WHOLE, Queries
+from worker_svc.engine.gpu.kernels.attention import WHOLE
 from worker_svc.engine.gpu.kernels.record import TABLE, WORDS
 from worker_svc.engine.gpu.kernels.work_list import Splits
 from worker_svc.engine.sampling.noise import keep_threshold, sample_token
@@ -26,15 +26,6 @@ def prepared(
             slot = int(state[row, TABLE + position // block_size]) * block_size + position % block_size
             result.append((value, position + int(state[row, WORDS["position_delta"]]), slot))
     return result
-
-
-def packed_blocks(queries: Queries, num_rows: int, block_size: int) -> list[int]:
-    """The blocks of the rows."""
-    found: list[int] = []
-    for i in range(num_rows):
-        num_keys = int(queries.contexts[i] + queries.starts[i + 1] - queries.starts[i])
-        found += queries.tables[int(queries.rows[i]), : -(-num_keys // block_size)].tolist()
-    return found
 
 
 def work_items(

@@ -161,8 +161,6 @@ class StepCompute:
 
     def record(self, recorder: Recorder, limit: int, progress: Callable[[float], None], *, is_lazy: bool) -> None:
         """Records graphs, within `limit` bytes, for later steps to use. The pool must not change afterwards."""
-        for bucket in self.buckets():
-            self._attention.plan(bucket, NO_ROWS)
         self._graphs = Graphs(
             self._compute_in_graph, self.buckets(), recorder, limit, self._group, is_lazy=is_lazy,
             rare_buckets=self._rare_buckets(),
@@ -290,7 +288,6 @@ class StepCompute:
         self, bucket: Bucket, host: HostStep, extras: StepExtras, finish: Callable[[torch.Tensor], None]
     ) -> None:
         """Launches a step without a graph. Scores prompt tokens and computes pooled rows from hidden states."""
-        self._attention.plan(bucket, host)
         columns, wanted = self._prepare(bucket, host), extras.wanted
         tokens = [columns.sample_tokens.long(), *map(self._scorer.upload, wanted.state_tokens())]
         hidden = self._model.states(columns, self._attention, self._cache, torch.cat(tokens))
@@ -304,7 +301,6 @@ class StepCompute:
 
     def _run(self, bucket: Bucket, host: HostStep, finish: Callable[[torch.Tensor], None]) -> None:
         """`finish` gets the logits of a step that ends at them."""
-        self._attention.plan(bucket, host)
         graphs = None if self._is_eager else self._graphs
         is_replayed = graphs is not None and host.fits_graph and graphs.replay(bucket)
         logits = self._graph_logits.get(bucket) if is_replayed else self._compute(bucket, host)
@@ -400,7 +396,6 @@ class StepCompute:
     def _warm_up_states(self, max_tokens: int) -> None:
         """Computes the hidden states of all tokens, as a mean over a prompt needs them."""
         bucket = Bucket(max_tokens, self._max_rows, 0, is_decode=False, is_filtered=False, ends_at_logits=True)
-        self._attention.plan(bucket, NO_ROWS)
         columns = self._prepare(bucket, NO_ROWS)
         tokens = self._scorer.upload(np.arange(max_tokens))
         self._pooling.warm_up(self._model.states(columns, self._attention, self._cache, tokens))

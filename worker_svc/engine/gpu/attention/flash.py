@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from worker_svc.engine.backend import AttentionShape, BackendUnavailableError
 from worker_svc.engine.gpu.attention.paged import LayerCache, host_lengths, torch_attend
 from worker_svc.engine.gpu.kernels.forms import kernel
-from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepColumns
+from worker_svc.engine.gpu.step.step_buffer import StepColumns
 
 
 class FlashAttention:
@@ -28,9 +28,6 @@ class FlashAttention:
 
     def can_capture(self, *, is_decode: bool) -> bool:
         return is_decode  # with prompts flash-attn needs the longest length on the host
-
-    def plan(self, bucket: Bucket, host: HostStep) -> None:
-        pass
 
     def begin(self, columns: StepColumns) -> None:
         queries = columns.queries

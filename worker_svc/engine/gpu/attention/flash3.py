@@ -20,7 +20,7 @@ from worker_svc.engine.gpu.attention.flash import mask_and_scale
 from worker_svc.engine.gpu.attention.paged import LayerCache, torch_attend
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.fp8 import LARGEST
-from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepColumns
+from worker_svc.engine.gpu.step.step_buffer import StepColumns
 
 MODULE = "flash_attn_interface"
 
@@ -43,9 +43,6 @@ class Flash3Attention:
 
     def can_capture(self, *, is_decode: bool) -> bool:
         return True
-
-    def plan(self, bucket: Bucket, host: HostStep) -> None:
-        pass
 
     def begin(self, columns: StepColumns) -> None:
         queries = columns.queries

@@ -23,7 +23,7 @@ from worker_svc.engine.gpu.attention.tiles import (
 from worker_svc.engine.gpu.kernels.attention import AttentionTiles, Parts, WorkList, paged_attention, reference
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.work_list import MAX_QUERIES, make_work_list
-from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepColumns
+from worker_svc.engine.gpu.step.step_buffer import HostStep, StepColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +41,13 @@ class LayerCache:
 
 
 class Attention(Protocol):
-    """Call `plan` and `begin` once per step, then `attend` once per layer."""
+    """Call `begin` once per step, then `attend` once per layer."""
 
     name: str
     most_queries: int  # of a row, in a step without prompts. 1: the device cannot choose the lengths of rows
 
     def can_capture(self, *, is_decode: bool) -> bool:
         """Whether a step of this kind can be a CUDA graph: its launches must not depend on lengths."""
-        ...
-
-    def plan(self, bucket: Bucket, host: HostStep) -> None:
-        """Host work of a step, before its launch. A graph does not contain it: every replay follows another plan."""
         ...
 
     def begin(self, columns: StepColumns) -> None:
@@ -130,9 +126,6 @@ class TritonAttention:
     def can_capture(self, *, is_decode: bool) -> bool:
         return True
 
-    def plan(self, bucket: Bucket, host: HostStep) -> None:
-        pass
-
     def begin(self, columns: StepColumns) -> None:
         self._num_attended = 0
         for window, work in self._work.items():
@@ -197,9 +190,6 @@ class TorchAttention:
 
     def can_capture(self, *, is_decode: bool) -> bool:
         return False
-
-    def plan(self, bucket: Bucket, host: HostStep) -> None:
-        pass
 
     def begin(self, columns: StepColumns) -> None:
         pass

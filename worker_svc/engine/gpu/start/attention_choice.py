@@ -10,7 +10,6 @@ import torch
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.gpu.attention.flash import FlashAttention, flash_package
 from worker_svc.engine.gpu.attention.flash3 import Flash3Attention, flash3_package
-from worker_svc.engine.gpu.attention.flashinfer import FlashInferAttention, flashinfer_package
 from worker_svc.engine.gpu.attention.paged import Attention, TorchAttention, TritonAttention
 from worker_svc.engine.gpu.start.setup import Setup
 
@@ -88,15 +87,4 @@ def _make_flash3(setup: Setup) -> Attention:
     return Flash3Attention(flash3_package(), setup.attention_shapes, setup.config.block_size, setup.cache_dtype)
 
 
-def _make_flashinfer(setup: Setup) -> Attention:
-    """`auto` never chooses it, because it compiles its kernels at first use, which takes minutes."""
-    return FlashInferAttention(
-        flashinfer_package(), setup.attention_shapes, block_size=setup.config.block_size,
-        max_rows=setup.config.max_num_seqs, max_tokens=setup.max_tokens, max_model_len=setup.max_model_len,
-        dtype=setup.dtype, kv_dtype=setup.cache_dtype, device=setup.device,
-    )  # fmt: skip
-
-
-LIBRARIES: dict[str, Callable[[Setup], Attention]] = {
-    "flash": _make_flash, "flash3": _make_flash3, "flashinfer": _make_flashinfer,
-}  # fmt: skip
+LIBRARIES: dict[str, Callable[[Setup], Attention]] = {"flash": _make_flash, "flash3": _make_flash3}
