@@ -64,11 +64,6 @@ FLAGS = (
         "variable, separate addresses by commas); dns:///NAME:PORT: all addresses of NAME, looked up again "
         "every few seconds", is_list=True, is_required=True,
     ),
-    Flag("--processes", in_range(int, 1, 256),
-        "number of gateway processes that share the port. The kernel spreads connections over them; limits "
-        "apply to each process; the gateway is ready when all processes are. The second process adds 1 to the "
-        "ports of --metrics-listen and --health-listen, and so on", default=1,
-    ),
     Flag("--chunk-interval-ms", in_range(float, 0.0, 1000.0),
         "least time between two chunks of a stream. Tokens that arrive in between are sent in one chunk, which "
         "saves CPU here and in clients. 0: tokens are sent as they arrive, several in one chunk only when the "

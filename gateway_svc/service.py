@@ -6,10 +6,9 @@ import argparse
 import asyncio
 import logging
 import secrets
-import socket
 import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 
 from gateway_svc.answer.open_streams import OpenStreams
 from gateway_svc.answer.receipts import ReceiptSigner
@@ -22,8 +21,6 @@ from gateway_svc.limits.settings import LimitsError, LimitsFile
 from gateway_svc.operators.operator_port import is_public_for_operators
 from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.process.ports import Ports
-from gateway_svc.process.processes import supervise
-from gateway_svc.process.readiness import ReadyLink
 from gateway_svc.process.schedulers import Schedulers
 from gateway_svc.records.cipher import make_cipher
 from gateway_svc.records.memory_fields import MemoryFields
@@ -51,29 +48,12 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `quire-gateway`."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    args = config.parse(make_parser(), words)
-    if args.processes == 1:
-        run_gateway(args)
-        return
-    setup_logging("gateway", args.log_format, args.log_level, instance="gateway-processes")
-    try:
-        sys.exit(supervise(args, words))
-    except BindError as error:
-        sys.exit(f"quire-gateway: {error}")
-
-
-def run_gateway(args: argparse.Namespace, *, link: socket.socket | None = None, ready_within_s: float = 0.0) -> None:
-    """Run one gateway in this process. Exits with a message if it cannot start.
-
-    `link`: to the parent of this gateway's processes, which listen on the same port; None: this is the only process.
-    `ready_within_s`: longest wait for a model before listening.
-    """
+    args = config.parse(make_parser(), sys.argv[1:] if argv is None else argv)
     gateway_id = f"gateway-{secrets.token_hex(4)}"
     setup_logging("gateway", args.log_format, args.log_level, instance=gateway_id)
 
     async def run() -> None:
-        await GatewayProcess(args, gateway_id, link).run(ready_within_s)
+        await GatewayProcess(args, gateway_id).run()
 
     try:
         run_service(run())
@@ -84,13 +64,12 @@ def run_gateway(args: argparse.Namespace, *, link: socket.socket | None = None, 
 class GatewayProcess:
     """Everything of one gateway process. Raises SettingError."""
 
-    def __init__(self, args: argparse.Namespace, gateway_id: str, link: socket.socket | None) -> None:
+    def __init__(self, args: argparse.Namespace, gateway_id: str) -> None:
         self._args = args
         self._gateway_id = gateway_id
         self._changed = asyncio.Event()
-        self._processes = ReadyLink(link, self._changed.set)
         self._state = SharedState(args)
-        self._ports = Ports(args, gateway_id, shares_port=link is not None)
+        self._ports = Ports(args, gateway_id)
         self._tracer = make_tracer(args, "gateway", gateway_id)
         self._schedulers = Schedulers(args, gateway_id, self._changed.set)
         self._templates = TemplateRenderer()
@@ -127,18 +106,17 @@ class GatewayProcess:
             signer=signer,
         )
 
-    async def run(self, ready_within_s: float) -> None:
+    async def run(self) -> None:
         """Run until SIGTERM or SIGINT. Raises BindError. What starts first ends last."""
         async with AsyncExitStack() as closing:
             tasks = await self._start(closing)
-            await self._wait_ready(ready_within_s)
             await self._ports.start(closing)
             closing.callback(self._streams.end_all)  # streams are still open here only after a second signal
             settle_gc()
             schedulers = ", ".join(dict.fromkeys(self._args.scheduler))
             log.info("%s listens on %s; schedulers: %s", self._gateway_id, self._ports, schedulers)
-            # The state of this process counts from now on, because it accepts connections.
-            tasks += [asyncio.create_task(run) for run in (self._keep_health(), self._processes.run())]
+            self._changed.set()
+            tasks.append(asyncio.create_task(self._keep_health()))
             await self._ports.server.run_until_stopped(self._drain)
 
     async def _start(self, closing: AsyncExitStack) -> list[asyncio.Task[None]]:
@@ -160,31 +138,18 @@ class GatewayProcess:
         closing.callback(self._schedulers.dispatcher.close)
         return tasks
 
-    async def _wait_ready(self, timeout_s: float) -> None:
-        """Wait until at least one model can take requests, at most `timeout_s`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not self._schedulers.directory.is_ready:
-                    self._changed.clear()
-                    await self._changed.wait()
-        self._changed.set()
-
     async def _keep_health(self) -> None:
-        """Report SERVING while at least one model can take requests, in this process and in the others."""
+        """Report SERVING while at least one model can take requests."""
         server = self._ports.server
         while True:
             await self._changed.wait()
             self._changed.clear()
-            can_serve = self._schedulers.directory.is_ready and not server.stopping.is_set()
-            self._processes.report(is_ready=can_serve)
-            is_ready = can_serve and self._processes.all_ready
+            is_ready = self._schedulers.directory.is_ready and not server.stopping.is_set()
             if is_ready != server.is_serving:
-                reason = "another process of this gateway is not ready" if can_serve else "no model is ready"
-                log.info("serving" if is_ready else f"not serving: {reason}")
+                log.info("serving" if is_ready else "not serving: no model is ready")
                 server.set_serving(is_ready)
 
     async def _drain(self) -> None:
-        self._changed.set()  # for the other processes
         await self._streams.drain(self._args.drain_timeout_s)
 
 
@@ -214,10 +179,6 @@ def _make_recorder(args: argparse.Namespace, redis: RedisServer | None) -> Outpu
         return OutputRecorder(RecordStore(RedisFields(redis, namespace=args.redis_namespace, **limits), cipher=cipher))
     if not args.record_memory:
         return None
-    if args.processes > 1:
-        raise config.SettingError(
-            f"--record-memory needs --processes 1 or --redis: {args.processes} processes share no memory"
-        )
     return OutputRecorder(RecordStore(MemoryFields(args.record_memory, **limits), cipher=cipher))
 
 

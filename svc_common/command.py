@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 OWN_PACKAGES = {"gateway_svc", "scheduler_svc", "worker_svc", "svc_common", "prefix_index", "step_protocol"}
-OWN_PACKAGES |= {"grammars", "request_fields", "hub_models", "child_processes", "quire_client", "quire"}
+OWN_PACKAGES |= {"grammars", "request_fields", "hub_models", "quire_client", "quire"}
 
 
 def run_command(service: str, module: str, *, needed_later: Sequence[str] = ()) -> None:

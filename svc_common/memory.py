@@ -36,7 +36,7 @@ RETRY_FULL_S = 1.0
 
 MEMORY_FLAG = Flag("--max-memory-bytes", size_bytes,
     "memory of a process above which new requests are refused with RESOURCE_EXHAUSTED while others are open. Unset: 85 "
-    "percent of the container's limit, divided by the gateway's --processes; outside of a container no limit",
+    "percent of the container's limit; outside of a container no limit",
 )  # fmt: skip
 
 
@@ -86,15 +86,15 @@ class MemoryLimit:
         self._read_at = self._trimmed_at = -TRIM_INTERVAL_S
 
     @classmethod
-    def of_container(cls, num_processes: int) -> MemoryLimit:
-        """The default: a share of the container's limit for each of the service's processes."""
+    def of_container(cls) -> MemoryLimit:
+        """The default: a fraction of the container's limit."""
         limit = container_limit()
-        return cls(None if limit is None else int(DEFAULT_FRACTION * limit / num_processes))
+        return cls(None if limit is None else int(DEFAULT_FRACTION * limit))
 
     @classmethod
-    def of_flag(cls, max_bytes: int | None, num_processes: int = 1) -> MemoryLimit:
+    def of_flag(cls, max_bytes: int | None) -> MemoryLimit:
         """The limit of --max-memory-bytes, or its default."""
-        return cls.of_container(num_processes) if max_bytes is None else cls(max_bytes)
+        return cls.of_container() if max_bytes is None else cls(max_bytes)
 
     def exceeded_by(self) -> int | None:
         """The used bytes if they exceed the limit, else None. Cheap: memory is read every 50 ms at most."""

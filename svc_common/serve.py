@@ -100,7 +100,6 @@ class BindError(RuntimeError):
 class GrpcServer:
     """A grpc.aio server with health and reflection. Owns the process's signal handlers while it runs.
 
-    `shares_port`: several processes listen on the same port, and the kernel spreads connections over them.
     `credentials`: TLS; None is plaintext. `max_receive_bytes` limits a message before and after decompression,
     `max_bytes` the messages of some methods. Without `accepts_compression` a compressed request is refused with
     UNIMPLEMENTED; Quire's own services never compress. `on_call`, `admit` and `intake`: see `ErrorInterceptor`.
@@ -111,7 +110,6 @@ class GrpcServer:
         *,
         listen: str,
         service_names: Iterable[str],
-        shares_port: bool = False,
         credentials: grpc.ServerCredentials | None = None,
         connections: ConnectionLimits | None = None,
         pings: Pings = PUBLIC_PINGS,
@@ -127,8 +125,6 @@ class GrpcServer:
         self.rpc = errors.stats
         options = dict(SERVER_OPTIONS) | (connections or ConnectionLimits()).options() | pings.options()
         options["grpc.max_receive_message_length"] = max_receive_bytes
-        if shares_port:
-            options["grpc.so_reuseport"] = 1
         if not accepts_compression:
             options["grpc.compression_enabled_algorithms_bitset"] = ONLY_IDENTITY
         self.grpc = grpc.aio.server(interceptors=[errors], options=list(options.items()))

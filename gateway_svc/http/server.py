@@ -22,7 +22,7 @@ STOP_TIMEOUT_S = 2.0  # for unfinished answers; generations have been drained be
 
 
 class HttpServer:
-    """Serves an app at an address. `shares_port`: other processes of this gateway listen on the same port."""
+    """Serves an app at an address."""
 
     def __init__(
         self,
@@ -30,11 +30,9 @@ class HttpServer:
         listen: str,
         *,
         max_connections: int = MAX_CONNECTIONS,
-        shares_port: bool = False,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._listen = listen
-        self._shares_port = shares_port
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -65,7 +63,7 @@ class HttpServer:
 
     def _bind(self) -> socket.socket:
         try:
-            return bind_tcp(self._listen, shares_port=self._shares_port)
+            return bind_tcp(self._listen)
         except OSError as error:
             raise BindError(f"cannot listen on {self._listen}: {error.strerror or error}") from None
 

@@ -1,1 +1,1 @@
-"""The process: flags, ports, child processes, start and drain. Does I/O."""
+"""The process: flags, ports, start and drain. Does I/O."""

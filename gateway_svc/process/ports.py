@@ -62,20 +62,18 @@ class Ports:
     `serve` adds the handlers, once; then `start_admin` opens metrics and probes, and `start` the other ports.
     """
 
-    def __init__(self, args: argparse.Namespace, gateway_id: str, *, shares_port: bool) -> None:
+    def __init__(self, args: argparse.Namespace, gateway_id: str) -> None:
         self._args = args
         self._gateway_id = gateway_id
-        self._shares_port = shares_port
         self._tls = tls_files(args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file)
         self._authenticator = make_authenticator(args)
         self._audit = None if args.audit_log is None else AuditLog(args.audit_log, gateway_id)
-        self._intake = Intake(MemoryLimit.of_flag(args.max_memory_bytes, args.processes))
+        self._intake = Intake(MemoryLimit.of_flag(args.max_memory_bytes))
         # So many calls of one client that --max-streams refuses them before HTTP/2 does.
         num_calls = max(MIN_CONNECTION_CALLS, 2 * args.max_streams)
         self.server = GrpcServer(
             listen=args.listen,
             service_names=SERVICE_NAMES,
-            shares_port=shares_port,
             credentials=None if self._tls is None else server_credentials(self._tls),
             connections=ConnectionLimits(args.max_connections, num_calls, args.max_connection_age_s),
             max_receive_bytes=MAX_RECEIVE_BYTES,
@@ -105,7 +103,7 @@ class Ports:
         make_app = make_http_apps(
             args, servicer, directory, lane, server, self._admin, self._audit, self._intake, operations
         )
-        self._http = make_http(args, make_app, self._authenticator, self._tls, shares_port=self._shares_port)
+        self._http = make_http(args, make_app, self._authenticator, self._tls)
         state = ConsoleState(servicer.full_status, directory)
         self._console = make_console(args, make_app, self._authenticator, state, server, self._tls)
         add_InferenceServiceServicer_to_server(servicer, server.grpc)
@@ -139,7 +137,7 @@ class Ports:
 
 
 def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader) -> AdminServer:
-    """Metrics, liveness and readiness. Ready: at least one model can take requests, in every process."""
+    """Metrics, liveness and readiness. Ready: at least one model can take requests."""
     has_vllm = args.metrics_compat != "none"
     specs = specs_for_picker() if args.metrics_compat == "inference-pool" else SPECS
     metrics = ServiceMetrics("gateway", specs, read, server.rpc, has_vllm, certificate_files(args))
@@ -200,8 +198,6 @@ def make_http(
     make_app: MakeApp | None,
     authenticator: Authenticator | None,
     tls: TlsFiles | None,
-    *,
-    shares_port: bool,
 ) -> HttpServer | None:
     """The port of the HTTP API, if it is on. Raises TlsError."""
     if make_app is None or args.http_listen == config.OFF:
@@ -213,7 +209,6 @@ def make_http(
         make_app(authenticator),
         args.http_listen,
         max_connections=args.http_max_connections,
-        shares_port=shares_port,
         tls=context,
     )
 

@@ -13,7 +13,6 @@ OWN = {
     "quire",
     "grammars",
     "hub_models",
-    "child_processes",
     "prefix_index",
     "request_fields",
     "step_protocol",

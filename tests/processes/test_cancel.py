@@ -101,6 +101,19 @@ async def test_abort_ends_streams_with_their_tokens_so_far(client: AsyncClient) 
     assert all(len(result.token_ids) < LONG["max_tokens"] for result in results)
 
 
+async def test_abort_reaches_a_stream_of_another_gateway(client: AsyncClient, running: tuple[Stack, Service]) -> None:
+    stack, gateway = running
+    other = stack.start_gateway(stack.services[0])
+    try:
+        async with await stack.connect(other) as there, client.stream(token_ids=[5], request_id="mine", **LONG) as mine:
+            await first_tokens(mine)
+            answer = await there.abort("mine", "unknown")
+            assert (answer.aborted_ids, answer.unknown_ids) == (("mine",), ("unknown",))
+            assert (await mine.result()).finish_reason is FinishReason.ABORTED
+    finally:
+        other.kill()
+
+
 async def test_a_client_that_closes_its_connection(client: AsyncClient, running: tuple[Stack, Service]) -> None:
     """The client sends no cancel."""
     other = await AsyncClient.connect(running[1].address)

@@ -17,7 +17,6 @@ from typing import Any
 
 import aiohttp
 import openai
-import psutil
 import pytest
 from quire_client import AsyncClient
 from quire_client.demo import demo_model_dir
@@ -240,23 +239,6 @@ async def test_losing_a_worker_or_a_scheduler_changes_no_text(running: Running, 
     running.scheduler.kill()
     running.scheduler.start()
     assert await load.finish() == undisturbed
-
-
-async def test_gateway_processes_share_the_port(running: Running, grpc_client: AsyncClient) -> None:
-    gateway, url = start_gateway(running.stack, running.scheduler, "--processes", "2")
-    gateway.wait_ready()
-    assert gateway.process is not None
-    port = int(url.rpartition(":")[2])
-    assert [_listens(child, port) for child in psutil.Process(gateway.process.pid).children()] == [True, True]
-    async with aiohttp.ClientSession(url, timeout=TIMEOUT) as session:
-        for _ in range(20):  # new connections, which the kernel spreads
-            async with session.get("/v1/models", headers={"connection": "close"}) as reply:
-                assert (await reply.json())["data"][0]["id"] == MODEL
-    assert gateway.terminate() == 0
-
-
-def _listens(process: psutil.Process, port: int) -> bool:
-    return any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in process.net_connections("tcp"))
 
 
 async def test_sigterm_lets_streams_finish(running: Running, grpc_client: AsyncClient) -> None:

@@ -230,7 +230,7 @@ def _http_ports(args: argparse.Namespace, *, excluded: Sequence[int]) -> list[in
 def _set_defaults_of_one_machine(args: argparse.Namespace) -> None:
     """Defaults where those of the services are for separate machines. A variable of the environment replaces them."""
     args.threads = threads_each(args.workers, args.threads)
-    has_one_gateway = args.gateways == 1 and args.processes in (None, 1) and not args.redis
+    has_one_gateway = args.gateways == 1 and not args.redis
     record_memory = RECORD_MEMORY if has_one_gateway else None
     defaults = {"chunk_interval_ms": CHUNK_INTERVAL_MS, "burst_ms": BURST_MS, "record_memory": record_memory}
     for name, default in defaults.items():

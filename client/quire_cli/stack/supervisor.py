@@ -1,6 +1,6 @@
 """Runs services as child processes: starts, watches and restarts them, and stops them in order.
 
-Every child is one `python -m SERVICE.service` (child_processes). Ctrl-C in the terminal reaches only this process,
+Every child is one `python -m SERVICE.service`. Ctrl-C in the terminal reaches only this process,
 which then stops the children in order. The output of a child goes to NAME.log.
 """
 
@@ -24,8 +24,8 @@ import grpc.aio
 from quire_client.connection.channel import HEALTH_METHOD, health_request, health_state, open_channel
 from quire_client.connection.tls import Tls
 
-import child_processes
-from child_processes import Backoff, Death, keep_running
+from quire_cli.stack import child_processes
+from quire_cli.stack.child_processes import Backoff, Death, keep_running
 
 POLL_S = 0.1
 BACKOFF = Backoff(first_s=0.5, max_s=30.0, steady_s=60.0)

@@ -343,7 +343,7 @@ def test_only_a_single_gateway_without_redis_keeps_records_in_memory(model, tmp_
 
     assert memory() == "64M"
     assert memory("--record-memory", "1G") == "1G"
-    assert memory("--gateways", "2") is memory("--processes", "2") is memory("--redis", "redis://r.invalid") is None
+    assert memory("--gateways", "2") is memory("--redis", "redis://r.invalid") is None
 
 
 def test_origins_are_given_as_in_vllm_or_one_by_one(model, tmp_path):

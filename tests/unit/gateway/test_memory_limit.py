@@ -67,5 +67,5 @@ def test_the_limit_of_the_container(
     monkeypatch.setattr(memory, "OWN_CGROUP", tmp_path / "own")
     monkeypatch.setattr(memory, "CGROUPS", tmp_path / "cgroup")
     assert container_limit() == limit
-    expected = None if limit is None else int(limit * memory.DEFAULT_FRACTION / 2)
-    assert MemoryLimit.of_container(2).max_bytes == expected
+    expected = None if limit is None else int(limit * memory.DEFAULT_FRACTION)
+    assert MemoryLimit.of_container().max_bytes == expected
