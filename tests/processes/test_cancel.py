@@ -102,7 +102,7 @@ async def test_abort_ends_streams_with_their_tokens_so_far(client: AsyncClient) 
 
 
 async def test_abort_reaches_a_stream_of_another_gateway(client: AsyncClient, running: tuple[Stack, Service]) -> None:
-    stack, gateway = running
+    stack, _ = running
     other = stack.start_gateway(stack.services[0])
     try:
         async with await stack.connect(other) as there, client.stream(token_ids=[5], request_id="mine", **LONG) as mine:
