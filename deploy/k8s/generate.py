@@ -1,10 +1,10 @@
 """Generates files of the chart from other files:
 
-    values.yaml         -> quire/values.schema.json (types, descriptions) and the table in quire/README.md
-    the rendered chart  -> kustomize/base/, for use without Helm
+    values.yaml -> quire/values.schema.json (types, descriptions) and the table in quire/README.md
 
-    python deploy/k8s/generate.py          write them
-    python deploy/k8s/generate.py --check  list outdated files; exit status 1 if there are any
+    python deploy/k8s/generate.py               write them
+    python deploy/k8s/generate.py --check       list outdated files; exit status 1 if there are any
+    python deploy/k8s/generate.py --base FOLDER render the chart as a kustomize base, for use without Helm
 
 The comment of a value is its description. Its type is the type of the default. A comment line `@schema {...}` adds to
 the schema. A value whose `@schema` has a `$ref` or `additionalProperties` is one value, not a section.
@@ -25,7 +25,6 @@ from helm_python.chart import Chart
 
 HERE = Path(__file__).resolve().parent
 CHART = HERE / "quire"
-BASE = HERE / "kustomize" / "base"
 TABLE_BEGIN, TABLE_END = "<!-- values: written by deploy/k8s/generate.py -->\n", "<!-- end of values -->\n"
 MARK = "@schema "
 NAMESPACE = "default"  # the namespace in which the base is rendered
@@ -208,7 +207,7 @@ def make_readme(values: list[Value]) -> str:
 
 
 def make_base() -> dict[str, str]:
-    """Files of kustomize/base: the chart with `BASE_VALUES`, one file per object, without a namespace."""
+    """Files of a kustomize base: the chart with `BASE_VALUES`, one file per object, without a namespace."""
     with Chart.load(CHART) as chart:
         rendered = chart.render(BASE_VALUES, name="quire", namespace=NAMESPACE)
     files = {}
@@ -247,11 +246,6 @@ def chart_files() -> dict[Path, str]:
     return {CHART / "values.schema.json": schema, CHART / "README.md": make_readme(values)}
 
 
-def base_files() -> dict[Path, str]:
-    """Files of the kustomize base, with their contents. The files of the chart must be up to date."""
-    return {BASE / name: text for name, text in make_base().items()}
-
-
 def stale(wanted: dict[Path, str]) -> list[Path]:
     """The files whose contents differ."""
     return [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
@@ -261,7 +255,7 @@ def update(wanted: dict[Path, str], *, is_check: bool) -> int:
     """Writes outdated files, or only lists them. Returns their number."""
     paths = stale(wanted)
     for path in paths:
-        print(f"{'out of date' if is_check else 'written'}: {path.relative_to(HERE.parents[1])}")
+        print(f"{'out of date' if is_check else 'written'}: {path}")
         if not is_check:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(wanted[path])
@@ -269,22 +263,17 @@ def update(wanted: dict[Path, str], *, is_check: bool) -> int:
 
 
 def main() -> int:
-    """Generates all files, or checks them."""
+    """Generates the files of the chart, checks them, or renders a kustomize base."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--check", action="store_true", help="list outdated files without writing; exit status 1 if there are any"
     )
-    is_check = parser.parse_args().check
-    if update(chart_files(), is_check=is_check) and is_check:
-        return 1  # the base is rendered from these files, so it cannot be checked
-    base = base_files()
-    num_stale = update(base, is_check=is_check)
-    left = [path for path in BASE.glob("*.yaml") if path not in base]
-    for path in left:
-        print(f"{'left over' if is_check else 'removed'}: {path.relative_to(HERE.parents[1])}")
-        if not is_check:
-            path.unlink()
-    return 1 if is_check and (num_stale or left) else 0
+    parser.add_argument("--base", type=Path, metavar="FOLDER", help="write the kustomize base into this folder")
+    args = parser.parse_args()
+    if args.base is None:
+        return 1 if update(chart_files(), is_check=args.check) and args.check else 0
+    update({args.base / name: text for name, text in make_base().items()}, is_check=False)
+    return 0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ done
 """,
     "helm": 'case $1 in package) touch "$4/quire-0.1.0.tgz" ;; push) echo "Digest: DIGEST" ;; esac\n',
     "cosign": "",
-    "python3": "",
+    "python3": '[ "$2" != --base ] || mkdir "$3"\n',
 }
 
 
