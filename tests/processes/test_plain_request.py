@@ -101,6 +101,6 @@ async def test_a_plain_request_enters_no_feature(stack: tuple[Path, dict[str, An
 
 
 async def test_a_request_that_uses_a_feature_is_noticed(stack: tuple[Path, dict[str, Any]]) -> None:
-    entered = await modules_of(stack, beam_width=2, n=2, temperature=1.0, top_p=1.0, seed=0)
+    entered = await modules_of(stack, beam_width=2, n=2, temperature=0.0, top_p=1.0, seed=0)
     assert "scheduler_svc/core/features/beams.py" in features_in(entered)
     assert len(entered) > BUDGET["plain_request"]["modules"]
