@@ -19,7 +19,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as quire-worker does; OpenMP reads it when torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # quire-worker sets it too; OpenMP reads it when torch is imported
 
 from bench.machine import describe, quiet
 from bench.worker import NUMBERS, Loop, timed

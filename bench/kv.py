@@ -96,7 +96,7 @@ class PoolOnly(SimpleNamespace):
 
 
 def open_bulk(address: str, worker_id: str) -> grpc.aio.Channel:
-    """As the channels between workers."""
+    """Opens a channel with the options of channels between workers."""
     return grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *BULK_OPTIONS.items()])
 
 
@@ -298,7 +298,7 @@ async def borrow(folder: Path, sim: Sequence[str], lost: Lost, *flags: str) -> f
             gateways.append(stack.start_gateway(scheduler))
         async with await stack.connect(gateways[0]) as holder, await stack.connect(gateways[1]) as client:
             await first_token_s(holder, prefix)
-            await first_token_s(client, prompt_of(2, 8000))  # so that the pace of both workers is known
+            await first_token_s(client, prompt_of(2, 8000))  # makes the pace of both workers known
             while redis.num_keys() < 2 * len(prefix) // BLOCK_SIZE:  # noqa: ASYNC110  (it is written without an event)
                 await asyncio.sleep(0.05)
             took = await first_token_s(client, [*prefix, 5])

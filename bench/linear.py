@@ -121,7 +121,7 @@ def measure(layer: Layer, working_set: int, args: argparse.Namespace) -> Iterato
         name: [make(weight) for _ in range(num_copies * (4 if name.endswith(("int4", "fp4")) else 1))]
         for name, make in makers.items()
     }
-    collapse(weights.take())  # as after a load
+    collapse(weights.take())  # a load ends with this call too
     for n in map(int, args.rows.split(",")):
         if layer.name == "head" and n > MAX_HEAD_ROWS:
             continue

@@ -18,7 +18,7 @@ from typing import Any
 
 MAX_STEAL_PCT = 5.0  # a run that lost more is repeated
 MAX_REPEATS = 2
-STEAL_FIELD = 7  # of the first line of /proc/stat: user nice system idle iowait irq softirq steal guest guest_nice
+STEAL_FIELD = 7  # field in line 1 of /proc/stat: user nice system idle iowait irq softirq steal guest guest_nice
 NUM_FIELDS = 8  # guest time is part of user time
 
 Figures = dict[str, Any]

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as quire-worker does; OpenMP reads it when torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # quire-worker sets it too; OpenMP reads it when torch is imported
 
 from bench.machine import StealMeter, describe
 from bench.speculation import decode
@@ -46,7 +46,7 @@ def main() -> None:
         folders = {name: plain for name in args.numbers if name != "int4"}
         if "int4" in args.numbers:
             folders["int4"] = make_model(Path(scratch, "int4"), SHAPES, is_int4=True)
-        _load(make_model(Path(scratch, "small"), SMALL), "bfloat16", args)  # what every engine allocates
+        _load(make_model(Path(scratch, "small"), SMALL), "bfloat16", args)  # memory that every engine allocates
         runners, memory = {}, {}
         for name, folder in folders.items():
             runners[name], memory[name] = _load(folder, name, args)

@@ -70,7 +70,7 @@ def main() -> None:
         parser.error(
             f"unknown: {', '.join(sorted(unknown))}; peers are {', '.join(PEERS)}, workloads {list(WORKLOADS)}"
         )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes are stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends child processes
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.workloads.split(","):

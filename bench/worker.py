@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as quire-worker does; OpenMP reads it when torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # quire-worker sets it too; OpenMP reads it when torch is imported
 
 import numpy as np
 import torch
@@ -50,7 +50,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 LIMIT_SHAPE = (512, 4096, 1024)  # rows, outputs, inputs of the product whose speed is the limit
 RECURRENT_PROMPT, RECURRENT_OUTPUT = 256, 32
 TRANSFORMERS_PROMPT, TRANSFORMERS_OUTPUT = 64, 8  # it is slower
-RECURRENT_SHAPES: dict[str, Any] = {  # of Qwen3.5-0.8B, with a smaller vocabulary
+RECURRENT_SHAPES: dict[str, Any] = {  # shapes of Qwen3.5-0.8B, with a smaller vocabulary
     "vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "head_dim": 256,
     "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "tie_word_embeddings": True,

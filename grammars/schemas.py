@@ -22,7 +22,7 @@ SINGLE = (
 )
 SHARED = ("$defs", "definitions")  # targets of references
 MAX_DEPTH = 64  # nesting; llguidance's parser stops at 128
-MAX_SEARCH_S = 0.05  # of processor time, to find the part of a schema that cannot be used
+MAX_SEARCH_S = 0.05  # processor time for finding the part of a schema that cannot be used
 
 
 class GrammarError(ValueError):

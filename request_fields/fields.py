@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 MAX_UINT32 = 2**32 - 1
 MAX_BEAM_WIDTH = 64
-MAX_BEST_OF = 20  # as in OpenAI's API
+MAX_BEST_OF = 20  # OpenAI's limit
 MAX_BANNED_IDS = 512  # token ids that min_tokens may ban: EOS and stop_token_ids
 MAX_ALLOWED_IDS = 1 << 16  # allowed_token_ids of one request
 MAX_RULE_IDS = 1024  # banned_token_ids of one request; also entries of logit_bias
@@ -96,7 +96,7 @@ class Http:
     name: str = ""  # if it differs from the field's name
     alias: str = ""  # another name, which has precedence
     form: BodyForm = BodyForm.PLAIN
-    doc: str = ""  # what the other columns do not say
+    doc: str = ""  # facts that the other columns do not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Field:
     low: float | None = None
     high: float | None = None
     excludes_low: bool = False
-    values: Mapping[Any, int] | None = None  # of an enum: its values in the SDK and over HTTP, with their numbers
+    values: Mapping[Any, int] | None = None  # values of an enum in the SDK and over HTTP, with their numbers
     max_items: int | None = None
     max_chars: int | None = None  # limit of each string in a list
     max_bytes: int | None = None

@@ -47,7 +47,7 @@ class Grammar:
     kind: GrammarKind
     text: str
     field: str = ""
-    schemas: tuple[GrammarSchema, ...] = ()  # those in the text
+    schemas: tuple[GrammarSchema, ...] = ()  # schemas in the text
 
     @property
     def key(self) -> tuple[GrammarKind, str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_INPUTS = 256
-# Of one request, and of all requests that one step opens: a message between services holds 64 MiB.
+# Limit for one request, and for all requests that one step opens: a message between services holds 64 MiB.
 MAX_INPUT_BYTES = 48 << 20
 INPUT_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
 EMBEDDING_DTYPES = ("float32", "bfloat16", "float16")

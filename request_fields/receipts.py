@@ -31,11 +31,11 @@ class MissingCryptographyError(ReceiptError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the digests of a payload are of."""
+    """The answer that the digests of a payload cover."""
 
     prompt_token_ids: array[int]
     token_ids: array[int]
-    logits_digests: array[int]  # of the last tokens; earlier ones were computed before the request was resumed
+    logits_digests: array[int]  # digests of the last tokens; earlier ones were computed before the request was resumed
 
     def digests(self) -> dict[str, str]:
         """The digest of each part, by its key in the payload."""

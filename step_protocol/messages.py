@@ -50,7 +50,7 @@ NO_RULES = TokenRules()
 
 
 class PoolingTask(Enum):
-    """What a pooled row returns."""
+    """Result of a pooled row."""
 
     VECTOR = "vector"  # an embedding
     LOGITS = "logits"  # the logits of some token ids after the last token
@@ -70,10 +70,10 @@ class Pooling:
     """The numbers that a row returns when its prompt is complete, instead of tokens."""
 
     task: PoolingTask
-    kind: PoolingKind = PoolingKind.LAST  # of a vector
+    kind: PoolingKind = PoolingKind.LAST  # token that gives a vector
     normalize: bool = False
-    dimensions: int = 0  # of the vector; 0: all
-    token_ids: U32 = field(default_factory=_empty)  # of LOGITS
+    dimensions: int = 0  # length of the vector; 0: all
+    token_ids: U32 = field(default_factory=_empty)  # ids of LOGITS
     second_text: int = 0  # position of the first token of the second text; 0: there is one text
 
 
@@ -150,12 +150,12 @@ class RowOpen:
     grammar: Grammar | None = None
     logprobs: int | None = None  # number of most likely tokens to return with each sampled token; None: no logprobs
     prompt_logprobs: int | None = None  # the same for prompt tokens that follow computed tokens
-    processed_logprobs: bool = False  # of the distribution that output tokens are drawn from
+    processed_logprobs: bool = False  # log probabilities of the distribution that output tokens are drawn from
     logits_digests: bool = False  # with each log probability
     num_forced: int = 0  # output tokens from the first on that `prompt_logprobs` covers too
     num_candidates: int = 0  # above 0: the row is a beam; number of most likely tokens in each answer
     pooling: Pooling | None = None  # None: the row samples
-    inputs: tuple[CarriedInput, ...] = ()  # those whose positions are not all computed
+    inputs: tuple[CarriedInput, ...] = ()  # inputs whose positions are not all computed
     images: tuple[ImageSpan, ...] = ()  # all images of the prompt; those at computed positions too
     adapter: bytes = b""  # digest of the row's adapter; empty: none
     encoder: EncoderInput | None = None  # set if the model has an encoder
@@ -244,7 +244,7 @@ class LogprobColumns:
     token_ids: U32  # [sum(lens)]
     ranks: U32  # [tokens with entries] 1 + number of tokens with a greater value
     # [tokens with entries] of rows that ask for them, 0 for others; None if no row asks:
-    raw_logprobs: F32 | None = None  # of the tokens themselves, if `logprobs` are processed
+    raw_logprobs: F32 | None = None  # log probabilities of the tokens themselves, if `logprobs` are processed
     num_kept: U32 | None = None  # token ids that the filters keep
     logits_digests: U64 | None = None
 
@@ -329,9 +329,9 @@ class StepOutput:
     token_ids: U32  # [sum(token_lens)]
     errors: list[RowError] = field(default_factory=list)
     forward_us: int = 0  # microseconds from batch to tokens
-    logprobs: LogprobColumns | None = None  # of `token_ids`; None: no row requests them
+    logprobs: LogprobColumns | None = None  # log probabilities of `token_ids`; None: no row requests them
     prompt_logprobs: PromptLogprobs | None = None
-    candidates: BeamCandidates = NO_CANDIDATES  # of each beam among `rows`
+    candidates: BeamCandidates = NO_CANDIDATES  # candidates of each beam among `rows`
     pooled: PooledRows | None = None
     token_lens: U32 | None = None  # [S] tokens of each row. None: all 1
     draft_lens: U32 | None = None  # [S] drafts wanted for the next step of each row. None: no row wants any

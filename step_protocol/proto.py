@@ -395,7 +395,7 @@ def _lens_of_rows(field: str, data: bytes, rows: U32) -> U32 | None:
 def _row_error(message: worker_pb2.RowError) -> RowError:
     if message.code in ERRORS_BY_CODE:
         return RowError(message.row, message.message, ERRORS_BY_CODE[message.code])
-    return RowError(message.row, f"code {message.code}: {message.message}".removesuffix(": "))  # of a newer worker
+    return RowError(message.row, f"code {message.code}: {message.message}".removesuffix(": "))  # a newer worker's code
 
 
 def logprobs_to_proto(columns: LogprobColumns, message: logprobs_pb2.LogprobColumns) -> None:

@@ -14,11 +14,11 @@ from svc_common.errors import InvalidRequestError
 
 log = logging.getLogger(__name__)
 
-DEFAULT_MAX_BUNDLE = "128M"  # of --max-bundle-bytes; tokenizers have up to 40 MB
+DEFAULT_MAX_BUNDLE = "128M"  # default of --max-bundle-bytes; tokenizers have up to 40 MB
 MAX_BUNDLE_BYTES = 128 << 20
 MAX_MESSAGE_BYTES = 64 << 20  # between services: a step that opens 128 rows of 128 K tokens, 4 bytes each
 
-# Of channels that carry large messages: frames of 16 MiB instead of 16 KiB, and several of them ahead of the reader.
+# Options of channels that carry large messages: frames of 16 MiB instead of 16 KiB, and several ahead of the reader.
 BULK_OPTIONS: dict[str, Any] = {
     "grpc.http2.max_frame_size": (1 << 24) - 1,
     "grpc.http2.lookahead_bytes": MAX_MESSAGE_BYTES,

@@ -24,7 +24,7 @@ N = TypeVar("N", int, float)
 
 SERVICES = ("gateway", "scheduler", "worker")
 OFF = "off"
-NAME_SCHEME = "dns:///"  # of a name whose addresses are all meant
+NAME_SCHEME = "dns:///"  # scheme of a name whose addresses are all meant
 NO_SETTINGS = ("help", "config", "print-config")  # flags that a file cannot hold
 EPILOG = """
 Every flag can be set by environment and file: --max-waiting is QUIRE_MAX_WAITING in the environment, and max-waiting

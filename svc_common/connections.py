@@ -29,7 +29,7 @@ class Pings:
     answer_s: float
 
     def options(self) -> dict[str, Any]:
-        """As options of a server or channel."""
+        """Options of a server or channel."""
         answer_ms = int(1000 * self.answer_s)
         return {
             "grpc.keepalive_time_ms": int(1000 * self.after_s),
@@ -42,7 +42,7 @@ class Pings:
 
 PUBLIC_PINGS = Pings(30.0, 10.0)
 SCHEDULER_PINGS = Pings(1.0, 2.0)  # between a scheduler and its gateways: requests can move at little cost
-WORKER_PINGS = Pings(2.0, 8.0)  # of a scheduler to its workers: their sequences are computed again
+WORKER_PINGS = Pings(2.0, 8.0)  # pings of a scheduler to its workers: their sequences are computed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ConnectionLimits:
     max_age_s: float = 0.0
 
     def options(self) -> dict[str, Any]:
-        """As options of a grpc.aio server."""
+        """Options of a grpc.aio server."""
         options: dict[str, Any] = {
             "grpc.max_allowed_incoming_connections": _within_file_limit(self.max_connections),
             "grpc.max_concurrent_streams": self.max_streams,

@@ -16,10 +16,10 @@ from google.protobuf.descriptor import Descriptor
 
 SMALL_BYTES = 64 << 10  # fields of smaller messages are not counted: they decode to 2 MB at most
 MAX_FIELDS = 60_000  # above the largest valid request: a chat of 10,000 messages
-MAX_STREAM_FIELDS = 1_000_000  # of a message in a stream between services: the requests of many clients
+MAX_STREAM_FIELDS = 1_000_000  # limit for a message in a stream between services: the requests of many clients
 NUMBERS_PER_FIELD = 35  # packed numbers that count as one field: 2 million in a request
-MAX_NUMBER_BYTES = 5  # of a uint32
-MAX_DEPTH = 100  # of messages in each other; the decoder refuses more
+MAX_NUMBER_BYTES = 5  # size of a uint32
+MAX_DEPTH = 100  # limit for messages in each other; the decoder refuses more
 
 
 class TooManyFieldsError(ValueError):

@@ -20,7 +20,7 @@ from worker_svc.engine.gpu.runner import DeviceRunner
 NUM_ADAPTERS = 8
 RANK = 16
 SETTINGS = {"max_adapters": NUM_ADAPTERS, "max_adapter_rank": RANK}
-NUM_LAYERS = 4  # of the model whose logits are compared: each layer has the same kernels
+NUM_LAYERS = 4  # layers of the model whose logits are compared: each layer has the same kernels
 
 
 def adapters(report: Report) -> None:

@@ -56,7 +56,7 @@ class Architecture:
 
     number: int  # 90 is sm_90
     processors: Processors
-    max_shared_bytes: int  # of one program
+    max_shared_bytes: int  # limit for one program
     max_spills: int  # instructions outside of loops over keys or weights, which cost little
 
 
@@ -114,12 +114,12 @@ class Report:
     registers: int
     spill_instructions: int
     shared_bytes: int
-    loop_spills: int = 0  # of them, in innermost loops
-    fences: int = 0  # of the whole GPU: attention has one, where a split is announced
+    loop_spills: int = 0  # spills in innermost loops
+    fences: int = 0  # fences for the whole GPU: attention has one, where a split is announced
     merge_loads: tuple[int, int] | None = None  # asynchronous and other loads in the loop that merges splits
     mma: dict[str, int] = field(default_factory=dict)
-    waits: tuple[int, ...] = ()  # of loops that multiply and load asynchronously
-    programs: int = 0  # that run at once on a processor
+    waits: tuple[int, ...] = ()  # waits in loops that multiply and load asynchronously
+    programs: int = 0  # number that runs at once on a processor
     early: tuple[str, ...] | None = None  # arguments read before the wait for the predecessor; None: no wait
     seconds: float = 0.0
 

@@ -210,7 +210,7 @@ def take_steps(engine: runner.DeviceRunner) -> None:
 
 
 def _single_rows(hidden_size: int) -> list[dict[str, Any]]:
-    """What is special about each of the rows."""
+    """One set of special columns for each of the rows."""
     data = bytes(6 * hidden_size * 4)
     digest = input_digest("embeddings", "float32", (6, hidden_size), data)
     item = CarriedInput("embeddings", digest, 0, 6, "float32", (6, hidden_size), data)
@@ -228,7 +228,7 @@ def place_adapters(engine: runner.DeviceRunner) -> list[bytes]:
     """An adapter, and none."""
     digests = []
     with tempfile.TemporaryDirectory() as folder:
-        shape = model.QWEN3_06B | {"num_hidden_layers": 1}  # as many as the checkpoint of a dry run
+        shape = model.QWEN3_06B | {"num_hidden_layers": 1}  # equals the layers in the checkpoint of a dry run
         path = make_adapter(Path(folder) / "adapter", shape, 8, 0)
         digests.append(engine.adapters.load("one", path).digest)
     engine.adapters.swap(digests[0])

@@ -41,7 +41,7 @@ def environment(report: Report) -> None:
 
 
 def query(names: tuple[str, ...]) -> dict[str, str]:
-    """What nvidia-smi reports for the first GPU. A field that this driver does not know is left out."""
+    """nvidia-smi's report for the first GPU. A field that this driver does not know is left out."""
     found = _ask(names)
     if found is not None:
         return dict(zip(names, found, strict=True))
@@ -60,7 +60,7 @@ def _ask(names: tuple[str, ...]) -> list[str] | None:
 
 
 def _version(name: str) -> str:
-    """Of an installed distribution. It is not imported, which takes long for some."""
+    """Version of an installed distribution. It is not imported, which takes long for some."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -117,7 +117,7 @@ def run_section(section: Callable[[Report], None]) -> None:
 
 
 def list_kernels(program: Callable[[], None]) -> set[Kernel]:
-    """What the program would compile."""
+    """Kernels that the program would compile."""
     with compilation.collecting() as launches, listing(driver.active.get_current_target().arch):
         program()
     gc.collect()  # engines are in cycles

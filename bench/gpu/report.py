@@ -48,7 +48,7 @@ class Report:
         self.section = ""
         self.was_cut = False  # whether the section left out rows for lack of time
         self.bandwidth = self.tflops = float("nan")  # bytes/s and FLOP/s, of this run
-        self.seconds = 0.0  # of all commands
+        self.seconds = 0.0  # sum over all commands
         self.started = time.monotonic()
 
     def begin(self, section: str) -> None:
@@ -57,7 +57,7 @@ class Report:
         self.rows = [row for row in self.rows if row["by"] != section]
 
     def message(self, row: dict[str, Any]) -> tuple[Any, ...]:
-        """What the process of a section sends with every row."""
+        """The message that a section's process sends with every row."""
         return row, self.figures, self.bandwidth, self.tflops, self.was_cut
 
     def receive(self, message: tuple[Any, ...]) -> dict[str, Any]:

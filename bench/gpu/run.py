@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE_SLOWER = 5  # time limits of the interpreter relative to a GPU
 CHOICES = ("all", "1", "2", "3", "4", "5", "sanitize", "report")
-END_S = 15.0  # of the budget: for ending the last section and for the summary
+END_S = 15.0  # part of the budget for ending the last section and for the summary
 # Without this file's folder, whose modules would hide others of the same name.
 sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place or ".").resolve() != ROOT / "bench/gpu")]
 
@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace, started: float) -> list[str]:
     """Runs the sections; returns the failed rows."""
     from bench.gpu.parts import chosen_sections
     from bench.gpu.report import Report  # torch: after the environment is set
-    from bench.gpu.sections import run_all  # of torch and triton, no more: CUDA must not start before the fork
+    from bench.gpu.sections import run_all  # imports torch and triton, no more: CUDA must not start before the fork
 
     report = Report(is_smoke=args.smoke, scratch=args.state)
     report.started, report.out = started, args.out

@@ -25,10 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 FEW_TOOLS = ("memcheck", "racecheck")  # within a section, over the kernels that pass results between their programs
 PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/nvidia/compute-sanitizer")
-SHARE = {"memcheck": 0.3, "racecheck": 0.4, "initcheck": 0.5}  # of the time that is left; the last tool gets the rest
+SHARE = {"memcheck": 0.3, "racecheck": 0.4, "initcheck": 0.5}  # fractions of the time left; the last tool: all
 MIN_S = 20.0
-MAX_LINES = 30  # of a tool's messages
-ERROR_CODE = 99  # of a program in which a tool found an error
+MAX_LINES = 30  # lines of a tool's messages
+ERROR_CODE = 99  # exit status of a program in which a tool found an error
 SUMMARY = re.compile(r"=+ (?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 
 

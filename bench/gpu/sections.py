@@ -21,7 +21,7 @@ import triton
 
 from bench.gpu.report import OutOfTimeError, Report
 
-CONTEXT = multiprocessing.get_context("fork")  # so that torch is imported once
+CONTEXT = multiprocessing.get_context("fork")  # torch is imported once, before the fork
 SOFT = 0.85  # fraction of its time limit after which a section stops at its next row
 END_S = 10.0  # time limit for the exit of a process that has sent all rows
 MIN_SHARE = 0.3  # a section starts only if this fraction of its time limit remains

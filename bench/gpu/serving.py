@@ -38,8 +38,8 @@ SAMPLINGS = {
 DEPTH = 2
 NO_GPU = "-1"  # names a device, as `quire up` requires, that does not exist
 TARGET_TOK_S = 25_000
-TARGET_GRPC = 0.97  # of in-process
-TARGET_FILTERED = 0.9  # of greedy
+TARGET_GRPC = 0.97  # fraction of the in-process rate
+TARGET_FILTERED = 0.9  # fraction of the greedy rate
 
 
 def workload_of(report: Report) -> Workload:

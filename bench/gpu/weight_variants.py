@@ -19,7 +19,7 @@ from worker_svc.engine.gpu.kernels import (
 )
 
 VALUES = "*fp8e4nv"
-NUM_EXPERTS, TOP_K = 128, 8  # of Qwen3-30B-A3B
+NUM_EXPERTS, TOP_K = 128, 8  # experts of Qwen3-30B-A3B
 
 
 def weight_variants(t: str) -> Iterator[Variant]:

@@ -48,7 +48,7 @@ class AnswerWriter:
 
     def __init__(self) -> None:
         self._is_tty = sys.stdout.isatty()
-        self._last = ""  # what was written last: reasoning, text, or the id of a tool call
+        self._last = ""  # kind of the last output: reasoning, text, or the id of a tool call
 
     def write(self, delta: Delta) -> None:
         """Write the new output of one sample."""

@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
     if name != "__all__" and importlib.util.find_spec(f"{__name__}.{name}"):
-        return importlib.import_module(f"{__name__}.{name}")  # as in `from quire_client import convert`
+        return importlib.import_module(f"{__name__}.{name}")  # a submodule, e.g. `from quire_client import convert`
     api = importlib.import_module("quire_client.api")
     if name == "__all__" or name in api.__all__:
         return getattr(api, name)

@@ -30,7 +30,7 @@ class ChatOptions(TypedDict, total=False):
     """Inputs of a chat template in addition to the messages."""
 
     template_kwargs: Mapping[str, Any]  # extra variables, e.g. {"enable_thinking": True}
-    tools: Sequence[Mapping[str, Any]]  # as in OpenAI's API: {"type": "function", "function": {...}}
+    tools: Sequence[Mapping[str, Any]]  # OpenAI's form: {"type": "function", "function": {...}}
     tool_choice: str | Mapping[str, Any]  # auto, none, required, the name of a tool, or OpenAI's object with the name
     parallel_tool_calls: bool  # default True; False: at most one call
     chat_template: str  # name of a template of the model or the gateway

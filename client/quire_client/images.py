@@ -31,7 +31,7 @@ class Image:
 
 
 def encoded_image(part: Mapping[str, Any]) -> Any:
-    """What `Image.of` takes, from {"type": "image", "image": ...} or OpenAI's image_url. None: the part is no image."""
+    """Input for `Image.of`, from {"type": "image", "image": ...} or OpenAI's image_url. None: the part is no image."""
     if part.get("type") == "image":
         return part["image"]
     if part.get("type") != "image_url":

@@ -29,13 +29,13 @@ class EmbedOptions(QueueOptions, total=False):
     pooling: str  # last, mean or cls
     normalize: bool  # embeddings have length 1
     dimensions: int  # keep the first numbers
-    prompt_name: str  # of a prompt of the model, which precedes each text, e.g. query
+    prompt_name: str  # name of a prompt of the model, which precedes each text, e.g. query
 
 
 class ScoreOptions(QueueOptions, total=False):
     """Keyword options of `score`."""
 
-    instruction: str  # what makes a document match, for models that take an instruction
+    instruction: str  # text that says when a document matches, for models that take an instruction
 
 
 POOLING = {"last": types_pb2.POOLING_KIND_LAST, "mean": types_pb2.POOLING_KIND_MEAN, "cls": types_pb2.POOLING_KIND_CLS}

@@ -85,7 +85,7 @@ class Sample(Result):
     receipt: str = ""  # with the option `receipt`: a signed record of the sample (docs/receipts.md)
     weight_versions: tuple[WeightVersionSpan, ...] = ()  # empty: the weights were not updated
     cumulative_logprob: float | None = None  # sum of all log probabilities; also with best_of and of a beam search
-    score: float | None = None  # of a beam search: the score of this sample; the first sample has the best score
+    score: float | None = None  # score of this sample of a beam search; the first sample has the best score
 
     def as_message(self) -> Message:
         """The answer as a message, to continue the conversation."""
@@ -160,7 +160,7 @@ class EmbedResult(Result):
     """Embeddings of several inputs, in order."""
 
     embeddings: tuple[tuple[float, ...], ...]
-    prompt_tokens: tuple[int, ...]  # of each input
+    prompt_tokens: tuple[int, ...]  # counts by input
     model: str
     revision: str
     request_id: str

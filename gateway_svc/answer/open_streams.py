@@ -82,7 +82,7 @@ class OpenStreams:
     def __init__(self, max_streams: int, max_bytes: int, metrics: GatewayMetrics | None = None) -> None:
         self.metrics = metrics or GatewayMetrics()
         self.max_streams = max_streams
-        self.num_bytes = 0  # of all requests
+        self.num_bytes = 0  # sum over all requests
         self._max_bytes = max_bytes
         self._by_id: dict[str, OpenStream] = {}
         self._is_draining = False

@@ -81,7 +81,7 @@ class SampleProof:
 
 
 def _facts(plan: GenerationPlan) -> dict[str, Any]:
-    """What is the same for all samples of a request."""
+    """Facts that all samples of a request share."""
     info, sampling = plan.model.info, plan.sampling
     return {
         **{name: getattr(info, name) for name in MODEL_FACTS},

@@ -56,7 +56,7 @@ class RequestMeter:
         self.num_cached_tokens = 0
         self.processor_s = 0.0
         self.block_s = 0.0
-        self.finish_reason = ""  # of the last sample that ended
+        self.finish_reason = ""  # reason of the last sample that ended
         self._reason = "stop"  # for a continuation that is already complete
 
     def __enter__(self) -> RequestMeter:

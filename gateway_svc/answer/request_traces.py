@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Events = AsyncGenerator[pb.GenerateResponse, None]
 
-MAX_INT = 2**63 - 1  # of an attribute; seeds have 64 bits without a sign
+MAX_INT = 2**63 - 1  # largest value of an attribute; seeds have 64 bits without a sign
 PROVIDER = "quire"
 OPERATIONS = {"chat": "chat", "audio": "generate_content"}  # by kind of prompt; others: text_completion
 SAMPLING_ATTRIBUTES = {  # by field of SamplingParams
@@ -39,7 +39,7 @@ SAMPLING_ATTRIBUTES = {  # by field of SamplingParams
 
 
 def request_attributes(request: pb.GenerateRequest) -> dict[str, str | bool | int | float]:
-    """What the request asks for, without its prompt. Fields that are not set have no attribute."""
+    """The request without its prompt, as attributes. Fields that are not set have no attribute."""
     operation = OPERATIONS.get(request.prompt.WhichOneof("kind") or "", "text_completion")
     facts: dict[str, str | bool | int | float] = {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER}
     if request.stop.HasField("max_tokens"):

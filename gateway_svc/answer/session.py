@@ -56,7 +56,7 @@ class SessionBase:
 
 
 def base_of(request: pb.GenerateRequest, record: StoredRecord) -> SessionBase:
-    """What a request continues. Raises InvalidRequestError if that cannot be continued with new input."""
+    """The part that a request continues. Raises InvalidRequestError if it cannot be continued with new input."""
     earlier, num_samples = record.content.request, len(record.outputs)
     kind = earlier.prompt.WhichOneof("kind")
     if kind not in KINDS:
@@ -202,7 +202,7 @@ def content_of_copy(record: StoredRecord, source_id: str, session_id: str) -> re
     content.CopyFrom(record.content)
     content.origin_id = content.origin_id or content.request.request_id
     content.request.request_id, content.request.session_id = session_id, source_id
-    content.ClearField("notes")  # of an API whose object is not copied
+    content.ClearField("notes")  # belongs to an API whose object is not copied
     return content
 
 

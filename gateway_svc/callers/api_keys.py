@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 PREFIX = b"sha256:"
 HASHED = re.compile(rb"sha256:[0-9a-fA-F]{64}")
 INDEX_BYTES = 8
-KEY_ID_CHARS = 12  # of the digest, in the audit log
+KEY_ID_CHARS = 12  # length of the digest's beginning in the audit log
 
 
 class ApiKeysError(CallersError):

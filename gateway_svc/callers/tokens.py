@@ -26,7 +26,7 @@ class JwtError(CallersError):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a token must have."""
+    """Required claims of a token."""
 
     issuer: str
     audiences: Sequence[str]

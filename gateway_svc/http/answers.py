@@ -41,7 +41,7 @@ DONE = b"data: [DONE]\n\n"
 # Placeholders for index and text while a chunk's other bytes are built. No other value of a chunk contains them:
 # model names and ids have no U+0000.
 PLACE_INDEX, PLACE_TEXT = "\0index", "\0text"
-EVENT_BYTES = 1024  # of the log probabilities of one event, at least
+EVENT_BYTES = 1024  # least size of the log probabilities of one event
 
 Json = dict[str, Any]
 
@@ -232,7 +232,7 @@ class Tally:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     outputs: dict[int, int] = field(default_factory=dict)  # by choice
-    reasoning_tokens: int | None = None  # of all choices; None: the answer has no such field
+    reasoning_tokens: int | None = None  # sum over all choices; None: the answer has no such field
 
     def usage(self) -> Json:
         num_output = sum(self.outputs.values())

@@ -81,7 +81,7 @@ class HttpApp:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = self  # so that the router raises for an unknown path instead of answering with plain text
+        scope["app"] = self  # makes the router raise for an unknown path instead of answering with plain text
         headers = Headers(scope=scope)
         answer = _Sender(send, headers.get(REQUEST_ID_HEADER, ""))
         scope["request_id"] = answer.request_id

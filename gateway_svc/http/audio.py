@@ -43,7 +43,7 @@ NAMES = {  # paths of request fields -> fields of the form
 GRANULARITIES = "timestamp_granularities[]"
 SERVED = ("file", "model", "language", "prompt", "response_format", "temperature", "stream", GRANULARITIES)
 MAX_PARTS = 64
-MAX_VALUE_BYTES = 64 << 10  # of a field that is no file
+MAX_VALUE_BYTES = 64 << 10  # limit for a field that is no file
 BOUNDARY = re.compile(r"boundary=(?:\"([^\"]{1,70})\"|([^\s;,]{1,70}))", re.IGNORECASE)
 NAME = re.compile(rb"(?:^|;)\s*name=\"([^\"]*)\"", re.IGNORECASE)
 FILE_NAME = re.compile(rb";\s*filename\*?=", re.IGNORECASE)
@@ -80,7 +80,7 @@ class Segment:
         return "".join(self.texts).strip()
 
     def json(self, temperature: float) -> dict[str, Any]:
-        """As in the OpenAI API."""
+        """The OpenAI API's form."""
         encoded = self.text.encode()
         return {
             "id": self.index,

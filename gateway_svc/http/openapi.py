@@ -272,7 +272,7 @@ def _answer(path: str) -> Schema:
         return {"description": "The answer.", "content": {"text/plain": {"schema": TEXT}}}
     content = {"application/json": {"schema": ANSWERS.get(path, OBJECT)}}
     if path in STREAMS:
-        content["text/event-stream"] = {"schema": _object(data=TEXT)}  # of one event
+        content["text/event-stream"] = {"schema": _object(data=TEXT)}  # schema of one event
     return {"description": "The answer.", "content": content}
 
 

@@ -70,7 +70,7 @@ class HttpProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are not HTTP with an error in OpenAI's format."""
         if self.cycle is not None and not self.cycle.response_complete:  # the body of the current request is malformed
-            self.cycle.disconnected = True  # so that its handler gets a disconnect and its answer is discarded
+            self.cycle.disconnected = True  # its handler gets a disconnect and its answer is discarded
             self.cycle.message_event.set()
         self._refuse(InvalidRequestError(f"{msg.rstrip('.')}: the bytes are not HTTP/1.1, or the header is too large"))
 

@@ -33,7 +33,7 @@ Read = Callable[[Request, Callable[[bytes], Any]], Any]
 
 
 CONVERSATION = BY_PATH["scheduling.conversation"]
-# What agents send with each request of a conversation (docs/http.md).
+# Headers that agents send with each request of a conversation (docs/http.md).
 SESSION_HEADERS = ("x-session-id", "session-id", "session_id", "x-litellm-session-id", "x-claude-code-session-id")
 
 

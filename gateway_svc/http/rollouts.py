@@ -271,7 +271,7 @@ def _number(value: object, name: str) -> int:
 
 
 def _difference(info: dict[str, Any], found: dict[str, pb.TensorChecksum]) -> InvalidRequestError | None:
-    """What the caller announces and the file does not have."""
+    """The first difference between the caller's announcement and the file."""
     announced: dict[str, list[Any]] = {
         "names": list(found),
         "dtype_names": [DTYPE_NAMES.get(one.dtype, one.dtype) for one in found.values()],

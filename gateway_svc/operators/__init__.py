@@ -1,1 +1,1 @@
-"""What operators use: the admin service and its port, the state of the console, the audit log. Does I/O."""
+"""Operators' tools: the admin service and its port, the state of the console, the audit log. Does I/O."""

@@ -17,7 +17,7 @@ from gateway_svc.schedulers.directory import ModelDirectory
 from svc_common.observe.metrics import quire_version
 
 MIN_INTERVAL_S = 0.2
-MAX_POOLS = 8  # of one page, unless it asks for no workers
+MAX_POOLS = 8  # limit for one page, unless it asks for no workers
 
 
 class ConsoleState:

@@ -20,7 +20,7 @@ from svc_common.errors import InvalidRequestError, QuireError, error_of_call
 Context = grpc.aio.ServicerContext[Any, Any]
 Response = internal.ControlRolloutsResponse
 
-CALL_TIMEOUT_S = 3600.0  # of calls that wait for requests to end
+CALL_TIMEOUT_S = 3600.0  # deadline of calls that wait for requests to end
 MAX_PIECE_BYTES = 1 << 19
 
 

@@ -43,7 +43,7 @@ class GenerationCall:
     """A request, and what belongs to it but is not part of its message."""
 
     request: pb.GenerateRequest
-    deadline: float | None = None  # of the client, on the loop's clock
+    deadline: float | None = None  # the client's deadline, on the loop's clock
     resumed: Resumed | None = None  # the request continues from its record
     notes: bytes = b""  # kept in its record
     trace: RequestTrace | None = None

@@ -33,9 +33,9 @@ from gateway_svc.request.validation import check_id
 from svc_common.errors import NotConfiguredError, OverloadedError, UnavailableError
 
 MAX_FORKS = 64
-MAX_PINS = 1000  # of one owner
+MAX_PINS = 1000  # limit for one owner
 MAX_PIN_S = 604_800.0
-POLL_S = 0.02  # of the lease, while a session is open
+POLL_S = 0.02  # interval of looks at the lease, while a session is open
 ID_BYTES = 12
 
 
@@ -53,7 +53,7 @@ class Sessions:
     # -- new input ----------------------------------------------------------------------------------------------------
 
     async def continued_by(self, request: pb.GenerateRequest) -> SessionBase:
-        """What a request continues. Gives the request the fields and the messages of its session."""
+        """The session that a request continues. Gives the request the fields and the messages of that session."""
         check_id("session_id", request.session_id)
         base = base_of(request, await self._load_ended(request.session_id))
         inherit(request, base)

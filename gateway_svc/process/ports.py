@@ -69,7 +69,7 @@ class Ports:
         self._authenticator = make_authenticator(args)
         self._audit = None if args.audit_log is None else AuditLog(args.audit_log, gateway_id)
         self._intake = Intake(MemoryLimit.of_flag(args.max_memory_bytes))
-        # So many calls of one client that --max-streams refuses them before HTTP/2 does.
+        # Calls of one client are bounded here so high that --max-streams refuses them before HTTP/2 does.
         num_calls = max(MIN_CONNECTION_CALLS, 2 * args.max_streams)
         self.server = GrpcServer(
             listen=args.listen,

@@ -13,13 +13,13 @@ from quire.v1 import types_pb2 as types
 
 from request_fields.fields import FieldError
 
-MAX_COST = 32 << 20  # of one request: twice the largest message
+MAX_COST = 32 << 20  # limit for one request: twice the largest message
 PROMPT_COST = 4 << 10  # handler, plan and message of a prompt
 SAMPLE_COST = 4 << 10  # journal, detokenizer and answer of a sample
-PARAMETER_COPIES = 4  # of the sampling parameters: in request, plan, message, and the message after a move
-POOLED_TEXT_COST = 8  # of a byte of an input that becomes a vector or a score
+PARAMETER_COPIES = 4  # copies of the sampling parameters: in request, plan, message, and the message after a move
+POOLED_TEXT_COST = 8  # cost of a byte of an input that becomes a vector or a score
 LOGPROB_COST = 48  # one log probability in an answer
-BYTES_PER_TOKEN = 4  # of a text, whose tokens are not counted yet
+BYTES_PER_TOKEN = 4  # estimate for a text whose tokens are not counted yet
 
 
 def check_cost(shared: pb.GenerateRequest, prompts: Sequence[pb.Prompt]) -> None:

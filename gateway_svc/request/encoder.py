@@ -20,7 +20,7 @@ from request_fields.grammar import Grammar
 from svc_common.errors import ContextLengthError
 
 TRANSCRIBE = "transcribe"
-MAX_TEXT_CHARS = 4096  # of the text before speech
+MAX_TEXT_CHARS = 4096  # limit for the text before speech
 
 
 @dataclass(frozen=True, slots=True)

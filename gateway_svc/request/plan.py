@@ -30,7 +30,7 @@ class PromptPlan:
 
     ids: array[int]
     inputs: tuple[inputs_pb2.CarriedInput, ...] = ()  # the prompt's positions without a token
-    cache_salt: str = ""  # of the request, or one that also depends on the tenant
+    cache_salt: str = ""  # salt of the request, or one that also depends on the tenant
     encoder: EncoderPlan | None = None  # set if `ids` are the input of an encoder
 
     @property
@@ -41,7 +41,7 @@ class PromptPlan:
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """What the client gets of each sample."""
+    """The parts of each sample that the client gets."""
 
     wants_text: bool
     wants_token_ids: bool

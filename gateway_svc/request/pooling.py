@@ -44,7 +44,7 @@ class PoolingPlan:
     inputs: Sequence[PooledInput]
     pooling: pooling_pb2.Pooling
     pairs: Sequence[tuple[int, int]] = ()
-    activation: str = ""  # of the outputs of a classification head; "": none
+    activation: str = ""  # activation of the outputs of a classification head; "": none
 
     @property
     def num_tokens(self) -> int:
@@ -254,7 +254,7 @@ def _check_count(field: str, inputs: Sequence[pb.Prompt] | Sequence[pb.TextPair]
 
 
 def _embed_pooling(request: pb.EmbedRequest, info: types.ModelInfo) -> pooling_pb2.Pooling:
-    """What an embedding is: the settings of the request, else those of the model. Raises InvalidRequestError."""
+    """The form of an embedding: the request's settings, else those of the model. Raises InvalidRequestError."""
     facts = info.pooling
     if request.pooling not in types.PoolingKind.values():
         raise invalid("pooling", f"is {request.pooling}; must be a PoolingKind")

@@ -32,7 +32,7 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 class ChatTools:
     """The tools that the template and the parser get: none with tool_choice NONE."""
 
-    given: tuple[Mapping[str, Any], ...] = ()  # as in tools_json
+    given: tuple[Mapping[str, Any], ...] = ()  # tools in the form of tools_json
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # schema of the parameters, by tool name
     strict: frozenset[str] = frozenset()  # names of the tools whose calls must match their schema
 

@@ -29,7 +29,7 @@ MAX_ID_CHARS_SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What this gateway allows in a request."""
+    """Limits of this gateway for a request."""
 
     min_priority: int = -1000
     max_logprobs: int = DEFAULT_MAX_LOGPROBS

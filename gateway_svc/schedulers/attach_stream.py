@@ -63,7 +63,7 @@ class AttachStream:
         self._events = events
         self._by_handle: dict[int, SchedulerRequest] = {}
         self._last_handle = 0
-        self._weights: pb.WeightsChange | None = None  # that compute the next tokens of this stream
+        self._weights: pb.WeightsChange | None = None  # weights that compute the next tokens of this stream
         self._waiting: list[pb.AttachRequest] = []
         self._writes = asyncio.Event()
         self._flush = FlushTimer(self._writes.set, holds=True)

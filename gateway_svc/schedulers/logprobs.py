@@ -33,7 +33,7 @@ class Extra:
     """A number of each token that some requests ask for. The columns of both protocols have its name."""
 
     name: str
-    typecode: str  # of array
+    typecode: str  # typecode of the array
     is_asked: Callable[[types.SamplingParams], bool]
 
 

@@ -174,7 +174,7 @@ class SchedulerRequest:
         self._num_awaited = self._num_unfinished  # samples that are not finished and not closed
         self.pooled: array[float] | None = None  # the numbers of a pooled request
         self.handle: int | None = None  # while a scheduler has the request
-        self.base_weights: pb.WeightsChange | None = None  # that computed its first tokens
+        self.base_weights: pb.WeightsChange | None = None  # weights that computed its first tokens
         self.is_resumed = resumes  # a stream was lost: the next Submit takes over from it and may wait for a scheduler
         self._submit = submit
         self._trace: Trace | None = None

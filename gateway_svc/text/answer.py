@@ -84,9 +84,9 @@ class AnswerReader:
         self._parts: list[AnswerPiece] = []
         self._num_items = 0
         self._num_calls = 0
-        self._kind: ItemKind | None = None  # of the current item
+        self._kind: ItemKind | None = None  # kind of the current item
         self._name = ""
-        self._num_bytes = 0  # of the current item
+        self._num_bytes = 0  # size of the current item
 
     # -- called by the parser's owner ---------------------------------------------------------------------------------
 

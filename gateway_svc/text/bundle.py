@@ -58,7 +58,7 @@ class TooManyTokensError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PoolingText:
-    """What sentence-transformers adds to the texts of a model."""
+    """Additions of sentence-transformers to the texts of a model."""
 
     prompts: Mapping[str, str] = field(default_factory=dict)  # by name; they precede a text
     default_prompt: str = ""  # name of the prompt of a request without one; empty: none

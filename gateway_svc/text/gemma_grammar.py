@@ -20,7 +20,7 @@ ANNOTATIONS = frozenset(
     (*SHARED, "title", "description", "default", "examples", "format", "deprecated", "readOnly", "writeOnly", "strict"),
 ) | {"$schema", "$id", "$comment"}
 OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-KEYWORDS: Mapping[str, tuple[str, ...]] = {  # that are enforced, by type
+KEYWORDS: Mapping[str, tuple[str, ...]] = {  # enforced keywords, by type
     "object": ("properties", "required", "additionalProperties"),
     "array": ("items", "minItems", "maxItems"),
     "string": ("minLength", "maxLength", "pattern"),
@@ -29,7 +29,7 @@ KEYWORDS: Mapping[str, tuple[str, ...]] = {  # that are enforced, by type
     "boolean": (),
     "null": (),
 }
-KEY = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"  # of a member that the schema does not name
+KEY = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"  # name of a member that the schema does not name
 
 
 class GemmaValues:
@@ -56,7 +56,7 @@ class GemmaValues:
         return self._lark.add("value", " | ".join(self._alternatives(schema, where)))
 
     def _alternatives(self, schema: Schema, where: str) -> Iterator[str]:
-        """What a value may be. A schema has alternatives, or one type or several."""
+        """The forms of a value. A schema has alternatives, or one type or several."""
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
                 self._check(schema, (keyword,), where)

@@ -35,10 +35,10 @@ GAP = r"/[ \t\r\n]{0,4}/"
 class CallRules:
     """Which calls the output may have."""
 
-    schemas: Mapping[str, Mapping[str, Any]]  # of the arguments, by name of the tool; an empty schema: no arguments
+    schemas: Mapping[str, Mapping[str, Any]]  # schemas of the arguments, by tool; an empty schema: no arguments
     needs_call: bool
     is_parallel: bool
-    content: tuple[GrammarKind, str] | None = None  # of an answer without a call: a schema or a regex; None: any text
+    content: tuple[GrammarKind, str] | None = None  # an answer without a call: a schema or a regex; None: any text
 
 
 def tool_grammar(format: ChatFormat, rules: CallRules, token_id: TokenId, *, is_reasoning_begun: bool = False) -> str:
@@ -225,7 +225,7 @@ class _Llama3(_Hermes):
         return _object(self._lark, name, "parameters", schema)
 
     def body_beside_content(self, name: str, schema: Mapping[str, Any]) -> str:
-        """As a JSON Schema: the lexer cannot follow a literal and the start of another object at the same time."""
+        """The body as a JSON Schema: the lexer cannot follow a literal and the start of an object at the same time."""
         shared = {keyword: schema[keyword] for keyword in SHARED if keyword in schema}
         properties = {"name": {"const": name}, "parameters": _arguments(schema)}
         return self._lark.add_json({**shared, **CLOSED_OBJECT, "properties": properties, "required": list(properties)})

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 16_384
 MAX_PROBE_BYTES = 4096
-MAX_PAGES_PER_S = 20  # of metrics
+MAX_PAGES_PER_S = 20  # limit for pages of metrics
 STATUS_TEXT = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 PLAIN = "text/plain; charset=utf-8"
 # The encoder compares versions as numbers and raises TypeError for anything else.

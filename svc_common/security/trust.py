@@ -179,7 +179,7 @@ class Trust:
     tokens: Tokens | None = None
     worker_name: str | None = None
     own: OwnCertificate | None = field(init=False, default=None)
-    reader: TlsReader | None = field(init=False, default=None)  # of channels; each port has its own
+    reader: TlsReader | None = field(init=False, default=None)  # reader for channels; each port has its own
 
     def __post_init__(self) -> None:
         """Raises TlsError."""

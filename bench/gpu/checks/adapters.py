@@ -11,9 +11,9 @@ from worker_svc.engine.gpu.kernels import low_rank
 from worker_svc.engine.gpu.layers.adapter_shapes import AdapterShapes, ModuleShard, SiteShard
 from worker_svc.engine.gpu.layers.device_slots import NO_ADAPTER, DeviceSlots, StepAdapters
 
-OUTPUTS = (low_rank.BLOCK_N + 16, 48, 16)  # of the modules of the fused layer
+OUTPUTS = (low_rank.BLOCK_N + 16, 48, 16)  # outputs of the modules of the fused layer
 NUM_INPUTS = low_rank.SPLIT_INPUTS + 32  # two parts
-RANKS = ((8, low_rank.BLOCK_R + 8, 16), (24, 0, 1))  # of the modules, for each adapter; two steps of a loop at most
+RANKS = ((8, low_rank.BLOCK_R + 8, 16), (24, 0, 1))  # ranks of the modules by adapter; two steps of a loop at most
 PATTERN = (0, 1, NO_ADAPTER, 1, 0)
 MORE_ROWS = low_rank.FEW + 1  # the other tile
 

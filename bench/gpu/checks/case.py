@@ -33,7 +33,7 @@ class Setup:
     group: Group
     determinism: Determinism
     has_scaled_cache: bool  # KV cache in fp8
-    formats: frozenset[WeightFormat] = frozenset()  # of quantized weights
+    formats: frozenset[WeightFormat] = frozenset()  # formats of quantized weights
     max_adapter_rank: int = 0  # 0: the worker serves no adapters
 
     @property

@@ -17,7 +17,7 @@ from worker_svc.engine.gpu.layers.experts import StackedExperts, compute_experts
 from worker_svc.engine.gpu.layers.linears import DeviceLinears
 
 NUM_TOKENS = 5
-MORE_TOKENS = (expert_linear.FEW_ROWS.rows + 1, expert_linear.EXACT.rows + 1)  # of each expert: the other tile shapes
+MORE_TOKENS = (expert_linear.FEW_ROWS.rows + 1, expert_linear.EXACT.rows + 1)  # tokens by expert: other tile shapes
 HIDDEN, INNER = expert_linear.EXACT.columns + 16, expert_linear.EXACT.columns // 2 + 16  # two tiles of outputs each
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""What kernels of integers and the sampler must give, in plain Python and numpy. Other kernels have a torch form."""
+"""Expected results of integer kernels and the sampler, in plain Python and numpy. Other kernels have a torch form."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class BatchCounts:
     num_retries: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
-    last_error: str = ""  # of the last failed attempt
+    last_error: str = ""  # error of the last failed attempt
 
     def add(self, response: Response) -> None:
         self.num_answered += 1

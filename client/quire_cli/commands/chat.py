@@ -84,7 +84,7 @@ class Conversation:
         return 0
 
     def _turn(self, question: str) -> None:
-        images = self._args.image if self._messages == _system(self._args) else []  # of the first turn
+        images = self._args.image if self._messages == _system(self._args) else []  # images of the first turn
         messages = [*self._messages, _question(question, images)]
         try:
             result = self._answer(messages)

@@ -35,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the screen shows. `history`: output tokens per second, the newest last. `problem`: the last call failed."""
+    """State of the screen. `history`: output tokens per second, the newest last. `problem`: the last call failed."""
 
     target: str
     clock: str

@@ -35,7 +35,7 @@ examples:
   quire serve Qwen/Qwen3-0.6B --served-model-name qwen --api-key KEY --max-model-len 8192 --tool-parser hermes
 """
 
-# Of the services. `quire up` sets the first ones itself; the last ones are for several machines.
+# Flags of the services. `quire up` sets the first ones itself; the last ones are for several machines.
 NOT_OFFERED = {
     *("model", "listen", "http-listen", "advertise", "scheduler", "scheduler-id", "worker-id", "insecure"),
     *(
@@ -48,7 +48,7 @@ NOT_OFFERED = {
     ),
     *("internal-tls-ca-file", "internal-tls-cert-file", "internal-tls-key-file"),
     *("tls-cert-file", "tls-key-file", "tls-client-ca-file"),
-    *("revision", "replace-revision"),  # of a fleet; vLLM's --revision is MODEL@REVISION
+    *("revision", "replace-revision"),  # fleets only; vLLM's --revision is MODEL@REVISION
     *("nnodes", "node-rank", "node-listen", "leader-address", "node-timeout-s"),
 }
 NAMES_IN_VLLM = {"tool-parser": "--tool-call-parser", "http-allow-origin": "--allowed-origins"}

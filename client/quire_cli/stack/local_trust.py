@@ -19,7 +19,7 @@ from quire_cli.stack.supervisor import ServiceSpec
 TOKEN_FILE = "tokens"
 TLS_FOLDER = "tls"
 KEYS_FOLDER = "api-keys"
-OWNER = "local"  # of the keys of --api-key
+OWNER = "local"  # owner of the keys of --api-key
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 ALL_ADDRESSES = ("0.0.0.0", "::")
 CERTIFICATE_DAYS = 365.0  # longer than a trial runs

@@ -37,7 +37,7 @@ MAX_PORT = 65_535
 DEFAULT_HTTP_PORT = 8000
 # All services share one machine with the model: each message and each chunk takes CPU time from the model.
 CHUNK_INTERVAL_MS = 50.0  # text still appears smoothly
-RECORD_MEMORY = "64M"  # of one gateway without Redis, for stored and background responses
+RECORD_MEMORY = "64M"  # default of one gateway without Redis, for stored and background responses
 BURST_MS = 20.0  # a new request may wait this long for each of two messages in flight
 
 

@@ -241,7 +241,7 @@ def starting_step(path: Path, start: int) -> str | None:
 
 
 def setting_error(tail: Sequence[str]) -> str:
-    """What a service says in the end of its log about a wrong setting; empty if it ended for another reason."""
+    """The wrong setting that a service names in the end of its log; empty if it ended for another reason."""
     said = [found[1] for line in tail if (found := re.match(r"quire-\w+: (?:error: )?(.+)", line))]
     logged = re.match(r"\S+ \S+ ERROR (.+)", tail[-1]) if tail else None
     return said[-1] if said else logged[1] if logged else ""

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from quire.v1.inference_pb2_grpc import InferenceServiceAsyncStub
 
 T = TypeVar("T")
-PIECE_BYTES = 1 << 19  # of a file of tensors, in one message
-UPDATE_TIMEOUT_S = 3600.0  # of calls that load weights, or wait for requests to end
+PIECE_BYTES = 1 << 19  # part of a file of tensors, in one message
+UPDATE_TIMEOUT_S = 3600.0  # deadline of calls that load weights, or wait for requests to end
 INSPECT_TIMEOUT_S = 60.0  # besides the duration of a profile
 
 

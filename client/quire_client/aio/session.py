@@ -95,7 +95,7 @@ class AsyncSession:
         return self._client.resume(self.id, after=after)
 
     async def info(self) -> SessionInfo:
-        """What the server knows of the session. Raises RequestNotFound."""
+        """The server's knowledge of the session. Raises RequestNotFound."""
         request = session_pb2.GetSessionRequest(session_id=self.id)
         response = await self._call(lambda gateway: gateway.sessions.GetSession, request)
         return convert.result(SessionInfo, response.session)

@@ -37,7 +37,7 @@ class BlockBuilder:
         }
         self._blocks: list[Json] = []
         self._texts: list[list[str]] = []
-        self._item = -1  # of the open block
+        self._item = -1  # index of the open block
         self._num_prompt = 0
 
     def take(self, event: pb.GenerateResponse) -> Iterator[Json]:

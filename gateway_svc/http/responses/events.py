@@ -31,9 +31,9 @@ class OutputPart:
     item: int
     kind: str
     text: str
-    name: str = ""  # of the called function
+    name: str = ""  # name of the called function
     call_id: str = ""
-    logprobs: Any = ()  # of the tokens of a message's text: a list, or one that is encoded
+    logprobs: Any = ()  # log probabilities of the tokens of a message's text: a list, or one that is encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class _OutputItem:
 
     @property
     def all_logprobs(self) -> Any:
-        """Those of the whole text."""
+        """Log probabilities of the whole text."""
         return joined_lists(self.logprobs) if self.logprobs else []
 
     def shown(self, status: str, *, is_empty: bool = False) -> Json:

@@ -53,7 +53,7 @@ class ResponseRun:
         self._source = source
         self._store = store
         self._final: Json | None = None  # the stored object
-        self._logprobs: list[Any] = []  # of tokens whose text has not arrived
+        self._logprobs: list[Any] = []  # log probabilities of tokens whose text has not arrived
         self._events: list[Event] = []
         self._changed = asyncio.Event()  # replaced after each change
         self._task: asyncio.Task[None] | None = None

@@ -39,7 +39,7 @@ class Entry:
     request_id: str = ""
     http_request_id: str = ""
     model: str = ""
-    target: str = ""  # what an Abort or an operation acts on
+    target: str = ""  # object of an Abort or of an operation
     code: str = ""  # name of a gRPC status; empty: not known yet
     http_status: int | None = None
     meters: list[Meter] = field(default_factory=list)  # a request over HTTP may have several generations

@@ -39,7 +39,7 @@ class PromptInput:
 
     ids: Sequence[int]
     inputs: tuple[inputs_pb2.CarriedInput, ...] = ()
-    tools: ChatTools = NO_TOOLS  # of a chat
+    tools: ChatTools = NO_TOOLS  # tools of a chat
 
 
 @dataclass(frozen=True, slots=True)

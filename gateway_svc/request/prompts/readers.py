@@ -30,7 +30,7 @@ READERS: Mapping[str, PromptReader] = {
     "audio": AudioReader(),
 }
 MAX_DETOKENIZE_IDS = 1 << 20
-MAX_STRINGS_BYTES = 1 << 20  # of a Tokenize that returns strings, which take up to 150 bytes each
+MAX_STRINGS_BYTES = 1 << 20  # limit for a Tokenize that returns strings, which take up to 150 bytes each
 PART_IDS = 1 << 14
 
 

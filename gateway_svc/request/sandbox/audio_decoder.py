@@ -19,7 +19,7 @@ from gateway_svc.request.sandbox.process import SandboxProcess
 from svc_common.errors import UnimplementedError
 
 NUM_PROCESSES = 2
-MAX_AUDIO_S = 1800.0  # of one file: 58 MB of samples
+MAX_AUDIO_S = 1800.0  # limit for one file: 58 MB of samples
 CPU_S = 30.0
 TIMEOUT_S = 60.0  # longer than CPU_S, because the machine may be busy
 PROCESS = "gateway_svc.request.sandbox.audio_process"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     I16 = npt.NDArray[np.int16]
 
-MAX_MEMORY_BYTES = 3 << 30  # of address space; more is a MemoryError
+MAX_MEMORY_BYTES = 3 << 30  # limit of the address space; more is a MemoryError
 OPTIONS = {"format_whitelist": "aac,aiff,amr,caf,flac,matroska,webm,mov,mp4,m4a,mp3,ogg,wav,w64"}  # no playlists
 PAUSE_S = 0.02  # the energy of a pause is measured in steps of this length
 PLACES = 4  # a part ends in its last quarter

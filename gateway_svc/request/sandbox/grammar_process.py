@@ -22,7 +22,7 @@ from grammars.compiler import GrammarCompiler, UnsupportedTokenizerError, locate
 from grammars.schemas import GrammarError
 from request_fields.grammar import GrammarKind
 
-MAX_MEMORY_BYTES = 4 << 30  # of address space; a process that needs more ends
+MAX_MEMORY_BYTES = 4 << 30  # limit of the address space; a process that needs more ends
 
 
 def main() -> None:

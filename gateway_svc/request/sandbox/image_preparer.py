@@ -35,8 +35,8 @@ class ImageLimits:
     """Limits of the images of one request."""
 
     max_images: int = 16
-    max_bytes: int = 10 << 20  # of one encoded image
-    max_pixels: int = 64 << 20  # of one decoded image
+    max_bytes: int = 10 << 20  # limit for one encoded image
+    max_pixels: int = 64 << 20  # limit for one decoded image
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 for _name in ("torch", "torchvision", "tensorflow", "jax"):
     sys.modules.setdefault(_name, None)  # type: ignore[arg-type]
 
-MAX_MEMORY_BYTES = 3 << 30  # of address space; more is a MemoryError
+MAX_MEMORY_BYTES = 3 << 30  # limit of the address space; more is a MemoryError
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 LEVELS = 256
@@ -89,7 +89,7 @@ def _prepared(processor: Any, data: bytes, max_pixels: int) -> dict[str, Any]:
 
 
 def _levels(processor: Any, channels: int) -> Any:
-    """What the processor makes of the values 0 to 255 of each channel, f32[channels, 1, 256]."""
+    """The processor's results for the values 0 to 255 of each channel, f32[channels, 1, 256]."""
     import numpy as np
 
     levels = np.tile(np.arange(LEVELS, dtype=np.uint8), (channels, 1, 1))
@@ -121,7 +121,7 @@ def _decoded(data: bytes, max_pixels: int) -> Image.Image:
         raise BadImageError(f"is not an image in one of the formats {', '.join(FORMATS)}") from None
     except BadImageError:
         raise
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, OverflowError) as error:  # of Pillow's decoders
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError, OverflowError) as error:  # Pillow's errors
         raise BadImageError(f"is damaged: {type(error).__name__}: {error}") from None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from gateway_svc.request.sandbox.child import answer_messages, limit_process
 from gateway_svc.text.chat import ChatTemplate, ChatTemplateError
 
-MAX_MEMORY_BYTES = 512 << 20  # of address space; more is a MemoryError in the template
+MAX_MEMORY_BYTES = 512 << 20  # limit of the address space; more is a MemoryError in the template
 
 
 class Templates:

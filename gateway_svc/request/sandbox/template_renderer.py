@@ -20,8 +20,8 @@ from gateway_svc.request.sandbox.process import SandboxProcess
 from gateway_svc.text.bundle import RenderOptions
 from svc_common.errors import InvalidRequestError
 
-NUM_PROCESSES = 2  # of each model for generations; one may be busy with a chat that takes long
-NUM_CALL_PROCESSES = 1  # of each model for Tokenize calls, so that they never delay a generation
+NUM_PROCESSES = 2  # processes of each model for generations; one may be busy with a chat that takes long
+NUM_CALL_PROCESSES = 1  # processes of each model for Tokenize calls, which never delay a generation
 CPU_S = 2.0
 TIMEOUT_S = 10.0  # longer than CPU_S, because the machine may be busy
 WAIT_TIMEOUT_S = 10.0  # for a free process
