@@ -13,7 +13,7 @@ from worker_svc.kv_store.record import Origin, RecordFormat, WantedBlock
 
 
 class MovedBlocks:
-    """What a worker does with the blocks of its engine, outside its pool. The tier outlives it."""
+    """A worker's handling of its engine's blocks outside the pool. The tier outlives it."""
 
     def __init__(self, runner: StepRunner, tier: dict[bytes, bytes]) -> None:
         blocks, info = runner.movable_blocks(), runner.info

@@ -184,7 +184,7 @@ def _histogram_quantile(fraction: float, vector: Vector) -> Vector:
 
 
 def _quantile(fraction: float, buckets: list[tuple[float, float]]) -> float:
-    """As in Prometheus: linear interpolation within a bucket; the highest finite bound for values above it."""
+    """Prometheus' rule: linear interpolation within a bucket; the highest finite bound for values above it."""
     rank = fraction * buckets[-1][1]
     if not buckets[-1][1]:
         return math.nan

@@ -73,7 +73,7 @@ def speculate(runner: StepRunner, expected: dict[bytes, list[int]], right: float
 
 @dataclass
 class Answer:
-    """What a gateway has received of one sample."""
+    """A gateway's tokens of one sample."""
 
     token_ids: list[int] = field(default_factory=list)
     reason: str = ""

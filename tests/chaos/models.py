@@ -14,7 +14,7 @@ from tests.unit.engine.heads import add_mtp, make_eagle
 from tests.unit.engine.models import make_model
 
 ARCHITECTURES = {"heads": "glm4_moe", "recurrent": "qwen3_5"}
-SIZES = {"vocab_size": 2048, "eos_token_id": 2}  # of the demo model's tokenizer
+SIZES = {"vocab_size": 2048, "eos_token_id": 2}  # sizes of the demo model's tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ AT_ONCE = 8
 class Source(Protocol):
     """Computes expected answers."""
 
-    parameters: Sequence[Parameter]  # that it can compute, without the common ones
+    parameters: Sequence[Parameter]  # parameters that it can compute, without the common ones
 
     async def answers(self, request: Request) -> Answers: ...
 

@@ -53,7 +53,7 @@ class Settings:
 
 def main() -> int:
     settings, keep_logs = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the child processes are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the child processes
     folder = Path(tempfile.mkdtemp(prefix="quire-chaos-"))
     is_good = False
     try:

@@ -58,7 +58,7 @@ class Answer:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str
-    logprobs: tuple[Any, ...] = ((), None, ())  # of the tokens, their sum, of the prompt
+    logprobs: tuple[Any, ...] = ((), None, ())  # log probabilities of the tokens, their sum, those of the prompt
 
 
 def make_requests(

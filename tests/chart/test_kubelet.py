@@ -166,7 +166,7 @@ async def test_the_queue_holds_requests_while_a_pool_has_no_worker(tmp_path: Pat
     def scaled_to(replicas: int) -> Objects:
         idle = {"workerDefaults": {"autoscaling": {"enabled": True, "minReplicas": 0}}}
         rendered = objects(pool(replicas), ONE_GATEWAY, {"scheduler": {"replicas": 1}}, SCALED, idle)
-        rendered.get("StatefulSet", "worker-cpu")["spec"]["replicas"] = replicas  # as KEDA sets it
+        rendered.get("StatefulSet", "worker-cpu")["spec"]["replicas"] = replicas  # KEDA sets it
         return rendered
 
     (trigger, _) = scaled_to(0).get("ScaledObject", "worker-cpu")["spec"]["triggers"]

@@ -12,7 +12,7 @@ from tests.chart.chart import Manifest, Objects, Values, render, templates_of, v
 from tests.chart.test_values import EGRESS, SCALED, merged
 from worker_svc.flags import check_node_flags, engine_config, make_parser
 
-# What LeaderWorkerSet's webhook adds to containers, and the kubelet to the arguments.
+# Variables that LeaderWorkerSet's webhook adds to containers, and arguments that the kubelet adds.
 OF_POD = {"POD_NAME": "r-quire-worker-big-0", "POD_IP": "10.0.0.8"}
 OF_GROUP = {"LWS_LEADER_ADDRESS": "r-quire-worker-big-0.r-quire-worker-big-0.team", "LWS_WORKER_INDEX": "1"}
 

@@ -15,7 +15,7 @@ OFFSET = 256.0  # the largest softmax weight before it is rounded to fp8
 
 @dataclass(frozen=True)
 class Plan:
-    """What a plan depends on."""
+    """The inputs of a plan."""
 
     batch_size: int
     max_seqlen_q: int

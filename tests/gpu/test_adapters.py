@@ -156,7 +156,7 @@ QUANTIZED = {"fp8": (fp8(24), {}), "int4": (awq(64), {"hidden_size": 128, "inter
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_adapters_beside_quantized_weights(tmp_path, name):
-    """What the adapter adds is computed from inputs that are not rounded, so it equals that of a float model."""
+    """An adapter's part is computed from inputs that are not rounded, so it equals that of a float model."""
     target, sizes = QUANTIZED[name]
     folder = make_model(tmp_path / "model", "llama", **(SMALL | HEADS_4_2 | sizes))
     adapter = make_adapter(folder, tmp_path / "adapter", target_modules=targets_of("llama"), strength=2.0)

@@ -79,7 +79,7 @@ def test_blocks_behind_the_window_are_not_read(tmp_path):
     folder = make(tmp_path, "mistral")
     runner = load(folder, block_size=4)
     assert runner.info.attention_window == 7
-    assert runner.info.max_model_len == 1024  # of the model: sequences may be longer than the pool
+    assert runner.info.max_model_len == 1024  # the model's length: sequences may be longer than the pool
     driver = DeviceDriver(runner)
     (prompt,) = small_prompts([22])
     driver.open(0, prompt)

@@ -21,7 +21,7 @@ DECODE = AttentionTiles(block_m=16, block_n=16, min_split=32, num_warps=4, num_s
 PREFILL = AttentionTiles(block_m=32, block_n=16, min_split=0, num_warps=4, num_stages=3)
 EXACT = AttentionTiles(block_m=16, block_n=16, min_split=0, num_warps=4, num_stages=3, one_loop=True, fixed_split=32)
 
-SHORT = Splits(0.0, 1000)  # as short as they may be; with fixed splits, every row is divided
+SHORT = Splits(0.0, 1000)  # least length; with fixed splits, every row is divided
 WHOLE_ROWS = Splits(0.0, 0)  # with fixed splits, no row is divided
 
 PAIRS = HeadShape(4, 2, 16)

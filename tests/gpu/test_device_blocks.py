@@ -97,7 +97,7 @@ def test_a_commit_waits_for_the_step_that_fills_the_block(folder):
     driver = filled_driver(folder, num_steps=6)
     runner = driver.runner
     blocks, last = runner.movable_blocks(), driver.rows[0].blocks[3]
-    runner._settle_finished = lambda: None  # as on a device that is slower than its host
+    runner._settle_finished = lambda: None  # simulates a device that is slower than its host
     commit(driver, [driver.rows[0].blocks[0]])
     assert len(runner._in_flight) > 1, "the steps behind the block are done"
     commit(driver, [last], [DIGESTS[3]])

@@ -102,7 +102,7 @@ def test_one_call_computes_any_step(shape, block_size, has_lengths, rows):
 def test_padding_rows_have_no_queries_and_no_keys():
     case = AttentionCase.make(HeadShape(4, 2, 16), DECODE, dtype=torch.float32, block_size=16, padding=3)
     rows, last = len(DECODE), int(case.queries.starts[len(DECODE)])
-    case.queries.starts[rows:] = last  # as StepBuffer pads them
+    case.queries.starts[rows:] = last  # StepBuffer pads them so
     case.queries.contexts[rows:] = 0
     made = Flash3Attention(fake_flash3, [case.attention], 16, torch.float32)
     assert error_of(made, case, DECODE, has_lengths=False) < 2e-6

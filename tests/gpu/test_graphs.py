@@ -128,7 +128,7 @@ def test_recording_at_start_up_stops_at_its_memory_limit(caplog):
 
 
 def test_short_decode_steps_are_recorded_first_after_the_largest(folder, recorder):
-    """So memory that does not suffice for all graphs costs those that gain least."""
+    """Memory that does not suffice for all graphs then costs those that gain least."""
     order = load(folder, cuda_graphs="off", cuda_graph_tokens=40)._compute.buckets()
     sizes = [(bucket.is_decode, bucket.tokens) for bucket in order if not bucket.is_filtered]
     assert sizes == [(True, 5), (True, 1), (True, 2), (True, 4), (False, 40), (False, 16), (False, 24), (False, 32)]
@@ -209,7 +209,7 @@ def test_rare_graphs_are_recorded_when_idle(monkeypatch):
     assert len(recorder.recordings) == 0
     assert made.has_used
     assert made.record_used()
-    assert (made.replay(RARE), made.replay(other)) == (False, True)  # what was used most comes first
+    assert (made.replay(RARE), made.replay(other)) == (False, True)  # the most used graph comes first
     assert recorder.while_serving == [True]
     assert made.record_used()
     assert not made.has_used

@@ -29,7 +29,7 @@ OF_SAMPLER = {
     "banned_kernel", "chunk_top_kernel", "chunk_weight_kernel", "limits_kernel", "collect_kernel", "select_kernel",
     "chunk_scores_kernel", "pick_kernel",
 }  # fmt: skip
-FIRST = {"deltas_kernel", "prepare_kernel"}  # of a step
+FIRST = {"deltas_kernel", "prepare_kernel"}  # the first kernels of a step
 WAIT = "if PDL:\n    after_predecessor()"
 
 

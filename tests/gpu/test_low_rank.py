@@ -15,7 +15,7 @@ from worker_svc.engine.gpu.layers.adapter_shapes import AdapterShapes, ModuleSha
 from worker_svc.engine.gpu.layers.device_slots import DeviceSlots, StepAdapters
 
 QKV, OUT = 0, 1
-OUTPUTS = (48, 24, 136)  # of the modules of a fused layer: a tile is 128 outputs
+OUTPUTS = (48, 24, 136)  # outputs of the modules of a fused layer: a tile is 128 outputs
 
 
 def random(*size, seed=0, dtype=torch.float32):
@@ -35,7 +35,7 @@ def make_slots(num_inputs, num_slots, *, max_rank=64, dtype=torch.float32, is_ex
         sites.append(SiteShard(index, shards, max_rank))
     shapes = AdapterShapes((*sites, None, None), dtype)
     slots = DeviceSlots(shapes, num_slots, DEVICE, is_exact=is_exact)
-    slots.buffers.weights.fill_(torch.nan)  # what no adapter has written is not used
+    slots.buffers.weights.fill_(torch.nan)  # weights that no adapter has written are not used
     return slots
 
 

@@ -128,7 +128,7 @@ def test_long_bad_words_match_across_the_end_of_the_ring_of_tokens() -> None:
     words = (u32(*range(100, 140), 7), u32(*range(100, 139), 99, 8))
     rules = replace(CASES["bad_words"].rules, bad_words=words)
     device.open(0, Asked(rules=rules), [1], [])
-    for position in range(process.RECENT - 20, process.RECENT + 20):  # as after a long output
+    for position in range(process.RECENT - 20, process.RECENT + 20):  # positions behind a long output
         token = 100 + position - (process.RECENT - 20)
         device.processing.note(ints(token), ints(0), ints(position))
     logits = torch.zeros(1, VOCAB, device=DEVICE)

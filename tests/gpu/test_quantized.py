@@ -133,7 +133,7 @@ def test_devices_without_fp8(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_int8_weights_are_multiplied_as_they_are_stored(tmp_path, kernels):
-    """As on the CPU, whose int8 layers have the same inputs up to the rounding of other layers."""
+    """The CPU's int8 layers have the same inputs up to the rounding of other layers."""
     folder = make_model(tmp_path / "model", "llama", **SMALL | HEADS_4_2 | {"num_hidden_layers": 1})
     quantize_model(folder, W8A8)
     driver = DeviceDriver(load(folder, determinism="exact", kernels=kernels))

@@ -194,7 +194,7 @@ def test_padding_is_not_written():
 
 
 def on_each_rank(size, logits, work):
-    """What `work(group, logits)` returns on each rank, which has only its part of the vocabulary."""
+    """The result of `work(group, logits)` on each rank, which has only its part of the vocabulary."""
     meeting = Meeting(size)
 
     def run_one(rank):

@@ -77,7 +77,7 @@ def test_the_size_chooses_the_method(num_bytes, num_ranks, has_multimem, method)
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_have_the_bits_of_a_sum_in_order(size, dtype):
-    """Of any size and by any method, so exact mode does not depend on the batch. The tensor keeps its place."""
+    """Any size and any method give them, so exact mode does not depend on the batch. The tensor keeps its place."""
     rows = [torch.randn(700, 512, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(size)]
     expected = in_order(torch.stack(rows))
 

@@ -54,7 +54,7 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _steps_end_when_they_are_read(monkeypatch):
-    """As on a device, where the host does not know the tokens of steps in flight."""
+    """Simulates a device: there the host does not know the tokens of steps in flight."""
     monkeypatch.setattr(PendingStep, "is_done", lambda self: self._output is not None)
 
 
@@ -156,7 +156,7 @@ def test_kernels_of_triton_give_the_same_answers(model_dir, determinism):
 
 
 def test_drafts_count_as_output_before_the_tokens_behind_them():
-    """As if the row had them: penalties and bad words of samples behind 0, 1 and 3 drafts."""
+    """Penalties and bad words of samples behind 0, 1 and 3 drafts are those of a row that has these tokens."""
     rng, vocab, device = np.random.default_rng(1), 40, torch.device("cpu")
     output = [3, 8, 3]
     drafts = [8, 8, 5]

@@ -62,7 +62,7 @@ def run(driver):
             row, with_content_ids(prompt, *inputs), sampling, rules=rules[row], inputs=inputs,
             logprobs=(None, 2, 0)[row],  # gathers over ranks
         )  # fmt: skip
-    ids = u32(70, 4, 97)  # of both ranks
+    ids = u32(70, 4, 97)  # ids of both ranks
     driver.open(3, small_prompts([6])[0], pooling=Pooling(PoolingTask.LOGITS, token_ids=ids))
     driver.open(4, small_prompts([7])[0], pooling=Pooling(PoolingTask.VECTOR, PoolingKind.MEAN))
     driver.step({0: 9, 1: 12, 2: 3, 3: 6, 4: 5})

@@ -43,7 +43,7 @@ from worker_svc.engine.vision.tower import VisionTower
 load = partial(load_device, kernels="torch", determinism="exact", block_size=8, num_blocks=80, max_num_seqs=6)
 
 
-REFUSED = {"qwen3_5": "recurrent layers"}  # of the decoder behind the tower
+REFUSED = {"qwen3_5": "recurrent layers"}  # parts of the decoder behind the tower
 
 
 @pytest.fixture(scope="module", params=sorted(TOWERS.keys() - REFUSED.keys()))

@@ -55,7 +55,7 @@ CONNECT_AT_ONCE = 100
 class Size:
     """How large the attacks of a run are."""
 
-    frames: int  # of a flood
+    frames: int  # number of frames of a flood
     connections: int
     open_calls: int
     slow_s: float  # how long slow clients hold their connections

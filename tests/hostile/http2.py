@@ -109,13 +109,13 @@ class Http2:
         self._calls: dict[int, _Call] = {}
         self._next_stream = 1
         self._window = DEFAULT_WINDOW
-        self._stream_window = DEFAULT_WINDOW  # of new streams
+        self._stream_window = DEFAULT_WINDOW  # window of new streams
         self._moved = asyncio.Event()  # a window has grown, or the connection has ended
         self._decoder = hpack.Decoder(max_header_list_size=1 << 20)
         self._pong = asyncio.Event()  # a PING was answered, or the connection has ended
         self._block = bytearray()
         self._reading: asyncio.Task[None] | None = None
-        self.error_code: int | None = None  # of GOAWAY
+        self.error_code: int | None = None  # code of GOAWAY
         self.is_closed = False
 
     @classmethod

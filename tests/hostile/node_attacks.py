@@ -81,7 +81,7 @@ async def prove(stream: Stream, token: str) -> bytes:
 
 
 async def probe(port: Port) -> str:
-    """What the leader answers to a second process that claims the place of node 1. Raises OSError."""
+    """The leader's answer to a second process that claims the place of node 1. Raises OSError."""
     async with asyncio.timeout(PROBE_S):
         while True:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):  # all handshakes are taken: retry
@@ -146,7 +146,7 @@ async def wrong_tokens(port: Port, size: Size) -> list[str]:
 
 
 async def replays(port: Port, size: Size) -> list[str]:
-    """What a node sent on an earlier connection, which an attacker has recorded; and the leader's own bytes."""
+    """Bytes that a node sent on an earlier connection, recorded by an attacker; and the leader's own bytes."""
     async with greeted(port) as stream:
         answer = secrets.token_bytes(NONCE_BYTES)
         recorded = MAGIC + answer + proof(port.credentials[""], b"node", stream.nonce, answer)

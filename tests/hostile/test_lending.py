@@ -20,7 +20,7 @@ from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
 from tests.invariants import check_scheduler
 
 PROMPT = list(range(1, 41))  # ten blocks
-EXTRAS: dict[str, dict[str, Any]] = {  # what rows of a model need besides blocks
+EXTRAS: dict[str, dict[str, Any]] = {  # needs of a model's rows besides blocks
     "": {},
     "snapshots": {"num_snapshots": 8, "snapshot_tokens": 4},
     "groups": {"groups": (CacheGroup(6, 120),)},

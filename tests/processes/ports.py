@@ -64,7 +64,7 @@ def free_port() -> int:
 
 def _can_bind(port: int) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: TIME_WAIT does not count
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # gRPC does the same: TIME_WAIT does not count
         try:
             probe.bind(("127.0.0.1", port))
         except OSError:

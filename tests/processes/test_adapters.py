@@ -75,7 +75,7 @@ async def generate(client: AsyncClient, name: str, prompt: list[int], **options:
 
 
 async def streamed(client: AsyncClient, name: str, prompt: list[int], has_started: asyncio.Event) -> GenerateResult:
-    """As `generate`. Sets `has_started` with the first token."""
+    """`generate`, as a stream. Sets `has_started` with the first token."""
     stream = client.stream(token_ids=prompt, adapter=name, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
     async with stream:
         async for _ in stream:

@@ -22,7 +22,7 @@ BLOCK_SIZE = 16
 RNG = random.Random(3)
 PROMPT = [RNG.randrange(3, VOCAB_SIZE) for _ in range(21)]
 LONG_PROMPT = [RNG.randrange(3, VOCAB_SIZE) for _ in range(1000)]
-ENDS = [EOS_ID, *range(100, 180)]  # so many that most searches end early
+ENDS = [EOS_ID, *range(100, 180)]  # many ends: most searches end early
 LONG_SEARCH = {"token_ids": PROMPT, "beam_width": 4, "n": 4, "max_tokens": 400, "ignore_eos": True}
 
 

@@ -183,7 +183,7 @@ async def test_http_returns_the_best_choices(stack: Stack) -> None:
         status, answer = await post()
         assert (status, [choice["text"] for choice in answer["choices"]]) == (200, [s.text for s in expected.samples])
         usage = answer["usage"]
-        assert usage["completion_tokens"] == 4 * 24  # as in OpenAI's API, of all samples
+        assert usage["completion_tokens"] == 4 * 24  # usage counts all samples, like OpenAI's API
         assert usage["total_tokens"] == usage["prompt_tokens"] + 4 * 24
         _, two = await post(prompt=["What does", "What does"])
         assert [choice["text"] for choice in two["choices"]] == 2 * [sample.text for sample in expected.samples]

@@ -1,4 +1,4 @@
-"""What users of a GPU server expect beside plain generation, through all services: the results of a CPU worker."""
+"""Results of a GPU server beside plain generation, through all services: they equal those of a CPU worker."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.unit.gateway.images import bomb, encoded, picture
 
 IN_CI = ("qwen3_vl", "qwen3_5")  # windows and other places of the tower are in tests of the engine
 FIRST, SECOND = encoded(picture(70, 50)), encoded(picture(41, 90, seed=1), "JPEG")
-THIRD = encoded(picture(70, 50, seed=2))  # as many tokens as the first one
+THIRD = encoded(picture(70, 50, seed=2))  # has the number of tokens of the first one
 CHATS: dict[str, Parts] = {
     "none": (" ".join(f"w{20 + i}" for i in range(40)),),
     "one": ("w20 w21 w22", FIRST, "w23"),

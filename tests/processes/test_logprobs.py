@@ -174,7 +174,7 @@ async def test_each_prompt_position_is_delivered_once(stack: Stack, killed: str)
             )
             for seed in (1, 2)
         ]
-        await stack.until(observer, lambda schedulers: schedulers[0].steps >= 10)  # of 13 for each request
+        await stack.until(observer, lambda schedulers: schedulers[0].steps >= 10)  # each request takes 13 steps
         assert not any(task.done() for task in both)
         service.kill()
         if killed == "scheduler":

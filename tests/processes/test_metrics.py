@@ -44,7 +44,7 @@ SIM = (
     *("--executor", "sim", "--sim-step-ms", "20", "--num-blocks", str(NUM_BLOCKS), "--max-num-seqs", str(ROWS)),
     *("--max-model-len", str(2 * HOLD_TOKENS)),
 )
-WORKER_IDS = [f"r-quire-worker-cpu-{i}" for i in range(2)]  # as the chart names them
+WORKER_IDS = [f"r-quire-worker-cpu-{i}" for i in range(2)]  # names in the chart
 MODEL = "demo"
 # Metrics of what this stack does not use: certificates (tests/unit/client/test_cert.py), and options of workers
 # (tests/unit/worker/test_kv_store.py, tests/contract/test_worker_blocks.py, tests/processes/test_speculation.py).

@@ -38,7 +38,7 @@ def asked(prompt: Prompt, max_tokens: int, *, is_patient: bool = False) -> Reque
 
 
 def tuned(reference: Reference, soft: torch.Tensor, length: int) -> torch.Tensor:
-    """As PEFT's prompt tuning: virtual tokens in front of the embeddings of a text."""
+    """PEFT's prompt tuning: virtual tokens in front of the embeddings of a text."""
     return torch.cat((soft, reference.embed([(7 * i + length) % 500 for i in range(length)])))
 
 

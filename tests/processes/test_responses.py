@@ -59,7 +59,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
 
 
 class Received:
-    """What a client has received of a response."""
+    """The parts of a response that a client has received."""
 
     def __init__(self) -> None:
         self.response_id = ""

@@ -44,7 +44,7 @@ MAX_TOKENS = 20
 NUM_REQUESTS = 7
 
 
-SIZES = ((3, 5), (3, 5), (2, 4))  # of images, in tokens
+SIZES = ((3, 5), (3, 5), (2, 4))  # sizes of images, in tokens
 
 
 @pytest.fixture(

@@ -47,7 +47,7 @@ from tests.sim.symbolic_worker import Chains, SymbolicWorker, Violation
 from tests.sim.tiers import Tier, fetch, is_snapshot_of, record_of, snapshot_record, tier_kinds
 
 ROOT_SALT = b"sim"
-DISK_S = 1e9  # of a read from a slow disk
+DISK_S = 1e9  # time of a read from a slow disk
 
 ADAPTERS = tuple(bytes([number]) * 16 for number in range(1, 5))
 
@@ -116,19 +116,19 @@ class Cluster:
         self._make_scheduler = make_scheduler
         self._checks_invariants = checks_invariants
         self._by_handle: dict[tuple[int, int], Request] = {}
-        self._groups: dict[str, SequenceGroup] = {}  # of open requests, as the scheduler has them
+        self._groups: dict[str, SequenceGroup] = {}  # groups of open requests, those of the scheduler
         self._opened_for: dict[tuple[str, int], tuple[str, int]] = {}  # (worker, row) -> (request, sample)
         self._published: dict[str, set[bytes]] = {}
         self._failed_requests: set[str] = set()
         self._has_seen_worker = False
-        self.swaps: list[AdapterSwap] = []  # that workers have not ended
-        self.moves: list[BlockMove] = []  # of blocks, under way
+        self.swaps: list[AdapterSwap] = []  # swaps that workers have not ended
+        self.moves: list[BlockMove] = []  # moves of blocks under way
         self.tiers: dict[str, Tier] = {}  # by worker id: they survive the process
         self._forgotten: set[int] = set()  # moves whose source has another lease, in which nothing is held for them
         self.num_moved_blocks = 0
         self.has_slow_disks = False
         self._measured_disks: set[str] = set()  # ids of workers that have read from one since they joined
-        self.num_updates = 0  # of the weights
+        self.num_updates = 0  # updates of the weights
 
     def check(self) -> None:
         """The core's own invariants."""

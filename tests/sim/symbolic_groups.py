@@ -35,7 +35,7 @@ class SymbolicGroup:
         self.content: list[bytes | None] = [None] * self.num_blocks
         self.committed: dict[int, bytes] = {}
         self.fill_step = np.zeros(self.num_blocks, dtype=np.int64)
-        self.most_held = 0  # of one row between two steps
+        self.most_held = 0  # most blocks of one row between two steps
         self.reset()
 
     def reset(self) -> None:
@@ -180,7 +180,7 @@ class SymbolicGroup:
         return self.kv_token[span].copy(), self.kv[span].copy()
 
     def deposit(self, block: int, tokens: np.ndarray, kv: np.ndarray, content: bytes) -> None:
-        """As `SymbolicWorker.deposit`."""
+        """`SymbolicWorker.deposit` for a block of the group."""
         span = slice(block * self.block_size, (block + 1) * self.block_size)
         self.committed.pop(block, None)
         self.kv[span], self.kv_token[span] = kv, tokens

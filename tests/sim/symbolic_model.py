@@ -62,7 +62,7 @@ def pooled_number(prompt: Sequence[int], root_key: bytes, kind: str) -> float:
 
 
 def key(root_key: bytes, adapter: bytes) -> bytes:
-    """What KV depends on besides tokens: the adapter itself, whatever the scheduler has put into the root key."""
+    """Inputs of KV besides tokens: the adapter itself, whatever the scheduler has put into the root key."""
     return xxh3_64_digest(root_key + adapter) if adapter else root_key
 
 

@@ -106,13 +106,13 @@ class SymbolicWorker:
         )
         self.failed_requests: set[str] = set()
         self.resident: set[bytes] = set()  # adapters that rows may use
-        self.draft_rate = 0.0  # of the answers' rows that ask for drafts; that of right drafts is the same
+        self.draft_rate = 0.0  # fraction of the answers' rows that ask for drafts, and of right drafts
         self.num_drafted = self.num_accepted = 0
         bs, rows = capacity.block_size, capacity.max_num_seqs
         width = -(-capacity.max_model_len // bs)
         self.kv = np.zeros(capacity.num_blocks * bs, dtype=np.uint64)
-        self.kv_version = np.zeros(capacity.num_blocks * bs, dtype=np.int64)  # of the weights that wrote the slot
-        self.version = 0  # of its weights
+        self.kv_version = np.zeros(capacity.num_blocks * bs, dtype=np.int64)  # version of the weights that wrote the slot
+        self.version = 0  # version of its weights
         self.kv_token = np.zeros(capacity.num_blocks * bs, dtype=np.uint32)
         self.fill_step = np.zeros(capacity.num_blocks, dtype=np.int64)  # last step that wrote into the block
         self.content: list[bytes | None] = [None] * capacity.num_blocks  # chain digest of what a full block holds
@@ -139,7 +139,7 @@ class SymbolicWorker:
         self.candidates: dict[int, set[int]] = {}  # by row: ids returned for the newest token
         self.is_silent = np.zeros(rows, dtype=np.bool_)  # broken, and not even reported if a token was expected
         self.group: list[RowAssignment | None] = [None] * rows
-        self.row_version = np.zeros(rows, dtype=np.int64)  # of the weights whose content the row reads and writes
+        self.row_version = np.zeros(rows, dtype=np.int64)  # version of the weights whose content the row reads and writes
         self.seed = np.zeros(rows, dtype=np.uint64)
         self.sample = np.zeros(rows, dtype=np.uint64)
         self.prompt_len = np.zeros(rows, dtype=np.int64)
@@ -152,13 +152,13 @@ class SymbolicWorker:
         self.table_len = np.zeros(rows, dtype=np.int64)
         self.num_dead = np.zeros(rows, dtype=np.int64)  # leading entries that no later token attends to
         self.slots = np.zeros((rows, width * self.capacity.block_size), dtype=np.int64)
-        self.state = np.zeros(rows, dtype=np.uint64)  # of a model with recurrent layers
+        self.state = np.zeros(rows, dtype=np.uint64)  # states of a model with recurrent layers
         self.snapshots: dict[int, tuple[int, int]] = {}  # slot -> position, state
-        self._draft_states: dict[int, np.ndarray] = {}  # of a row after each token of its newest step
-        self.sums = np.zeros(rows, dtype=np.uint64)  # of the states that pooled rows have computed
+        self._draft_states: dict[int, np.ndarray] = {}  # states of a row after each token of its newest step
+        self.sums = np.zeros(rows, dtype=np.uint64)  # sums of the states that pooled rows have computed
         self.refs = np.zeros(self.capacity.num_blocks, dtype=np.int64)  # open rows that name the block
         self._starts = np.zeros(rows, dtype=np.int64)  # where each row began its newest step
-        self.num_drafts = np.zeros(rows, dtype=np.int64)  # of the running step
+        self.num_drafts = np.zeros(rows, dtype=np.int64)  # drafts of the running step
         self.rejected: dict[int, list[tuple[int, int]]] = {}  # by row: (step, reserved tokens that do not exist)
         self._positions = np.arange(max_len + 1)
         self._places = np.arange(max_len + 1, dtype=np.uint64)
@@ -638,9 +638,9 @@ class SymbolicWorker:
         known = np.ones(len(rows), dtype=np.bool_)
         if batch.max_query_lens is not None:
             known = batch.max_query_lens == 0
-            for i in np.flatnonzero(~known & np.isin(rows, broken)).tolist():  # what the scheduler expects of it
+            for i in np.flatnonzero(~known & np.isin(rows, broken)).tolist():  # rows in which the scheduler expects an error
                 row, end = rows[i], starts[i] + batch.max_query_lens[i]
-                places = np.arange(self.num_computed_tokens[row], end)  # of drafts that were not computed
+                places = np.arange(self.num_computed_tokens[row], end)  # positions of drafts that were not computed
                 self.kv[self.slots[row, places]] = POISON
                 for group in self.groups:
                     group.poison(row, places)
@@ -890,6 +890,6 @@ class SymbolicWorker:
 
 
 def _pooling(opened: RowAssignment) -> str | None:
-    """What the row pools; None if it returns tokens."""
+    """Kind of the row's pooling; None if it returns tokens."""
     found = opened.group.features.find(PooledRequest)
     return None if found is None else found.message

@@ -207,7 +207,7 @@ def test_blocks_are_borrowed_often(extras: str) -> None:
 
 
 def complaint_of(seed: int, extras: str) -> str:
-    """Of the symbolic workers alone."""
+    """The complaint of the symbolic workers alone."""
     try:
         Run(seed, extras=extras, checks_invariants=False).run()
     except Violation as found:

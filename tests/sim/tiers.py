@@ -147,7 +147,7 @@ def fetch_extras(
     limit: int,
     is_held: bool,
 ) -> int:
-    """As `fetch`, for what follows the blocks."""
+    """`fetch` for extras, which follow the blocks."""
     for index, extra in enumerate(move.extras[:limit]):
         source = None if move.source is None else workers.get(move.source.worker_id)
         group = target.group_of(extra.block_id)
@@ -174,7 +174,7 @@ def fetch(
     *,
     is_held: bool = True,
 ) -> int:
-    """What the target does with the order; it gets at most `limit` blocks and extras. Returns how many arrived."""
+    """Carries out the order at the target; it gets at most `limit` blocks and extras. Returns how many arrived."""
     for index, (block, digest) in enumerate(zip(move.block_ids.tolist(), move.digests, strict=True)):
         if index >= limit:
             return index

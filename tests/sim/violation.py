@@ -1,10 +1,10 @@
-"""What the symbolic workers complain about, and what a failed row leaves behind."""
+"""The complaint of symbolic workers, and the mark that a failed row leaves behind."""
 
 from __future__ import annotations
 
 import numpy as np
 
-POISON = np.uint64(0xDEAD)  # what a failed row leaves in its slots
+POISON = np.uint64(0xDEAD)  # content of slots that a failed row has written
 
 
 class Violation(AssertionError):

@@ -8,7 +8,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 url, model, folder = sys.argv[1:]
-TOLERANCE = 1e-3  # of a sum of log probabilities in float32
+TOLERANCE = 1e-3  # error of a sum of log probabilities in float32
 PAIRS = [
     ("What does os.path.join do?", " Join two or more pathname components."),
     ("What does os.path.join do?", " Return the binary representation of an integer."),

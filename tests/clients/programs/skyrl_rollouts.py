@@ -19,7 +19,7 @@ PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
 
 
 class FromFiles:
-    """What SkyRL asks a kind of transfer for."""
+    """SkyRL's interface for a kind of transfer."""
 
     def for_servers(self, world_size: int, num_servers: int, dp_size: int) -> list["FromFiles"]:
         return [self] * num_servers

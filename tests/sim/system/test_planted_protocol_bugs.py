@@ -38,7 +38,7 @@ class Bug:
 
     plant: Callable[[Patch], None]
     complaint: str
-    faults: tuple[str, ...]  # that make it visible
+    faults: tuple[str, ...]  # faults that make it visible
     first_seed: int = 0  # for bugs that few seeds show
 
 

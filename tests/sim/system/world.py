@@ -132,7 +132,7 @@ class World:
         self._is_over = False
         self._num_disturbances = 0
         self._calm_since = 0.0
-        self.failed_requests: set[str] = set()  # those with a failed row
+        self.failed_requests: set[str] = set()  # requests with a failed row
         self._acked: dict[tuple[int, int, int], int] = {}
         self._failed: asyncio.Future[None] = self.loop.create_future()
         self.loop.on_failure = self._record_failure

@@ -117,7 +117,7 @@ def test_events_are_typed(client):
         (0, FinishReason.EOS, 5),
         (1, FinishReason.EOS, 5),
     ]
-    assert events.index(samples[0]) < len(events) - 1  # as soon as it ends
+    assert events.index(samples[0]) < len(events) - 1  # delivered when it ends
     assert stream.result().samples == tuple(samples)
 
 

@@ -163,7 +163,7 @@ async def refuse_stream(request: Any, context: Any) -> AsyncIterator[bytes]:
 
 @pytest.fixture
 def rare_collections() -> Iterator[None]:
-    """As in the services (`settle_gc`)."""
+    """The services call `settle_gc` too."""
     gc.collect()
     gc.disable()
     yield

@@ -136,7 +136,7 @@ def test_a_block_that_was_hit_is_cached_longer_but_not_for_ever() -> None:
     assert pool.match_len([A], 1) == 1  # least recently used, and it was hit
     for name in names[4:]:
         cache(pool, name)
-    assert pool.match_len([A], 1) == 0  # as many blocks as the pool has were cached since
+    assert pool.match_len([A], 1) == 0  # the pool's number of blocks were cached since
     check_pool(pool)
 
 

@@ -362,7 +362,7 @@ def windowed(name: str, num_rows: int = 4, **sizes: int) -> WorkerCapacity:
 
 @pytest.mark.parametrize("lost", [None, 8, 2])
 def test_a_restarted_worker_reads_the_window_before_the_first_token_in_each_group(lost: int | None) -> None:
-    """What it starts from is the deepest place before which the tier has the whole window."""
+    """The worker starts from the deepest place before which the tier has the whole window."""
     scheduler = make_scheduler(windowed("w0"))
     warm(scheduler)
     held = digests_of(scheduler, "w0")

@@ -40,7 +40,7 @@ def inputs_of(batch: StepBatch) -> dict[str, list[tuple[int, int]]]:
 
 
 def test_a_row_carries_the_inputs_that_are_not_computed() -> None:
-    """Of the second request, blocks of 4 cover positions 0 to 15: the first two inputs are computed."""
+    """Blocks of 4 cover positions 0 to 15 of the second request: the first two inputs are computed."""
     scheduler = make_scheduler()
     spans = (0, 3), (8, 8), (14, 5)
     scheduler.add_group(request("first", 20, *spans), 0.0)

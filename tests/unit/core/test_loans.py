@@ -177,7 +177,7 @@ def test_the_price_of_searches_is_measured(borrower: Scheduler) -> None:
         found = borrower.moves.take_searches()
         for search in found:
             borrower.end_search(search, LentBlocks(nothing, []), took_s)
-            borrower.end_search(search, None, 50.0)  # what was lent is not kept any longer: no part of the search
+            borrower.end_search(search, None, 50.0)  # lent blocks are not kept any longer: no part of the search
         for batch in batches + borrower.schedule(0.0):
             borrower.update(StepOutput(batch.step_id, batch.rows, np.full_like(batch.rows, 9), worker_id="ours"), 0.0)
         return bool(found)

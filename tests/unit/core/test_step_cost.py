@@ -100,7 +100,7 @@ def test_a_row_that_opens_no_block_costs_no_call() -> None:
 
 
 def test_one_schedule_passes_few_files() -> None:
-    """What a reader of one step must open: a decode run, and prompts that are admitted to a pool which may fill up."""
+    """Files that a reader of one step must open: a decode run, and prompts that a pool which may fill up admits."""
     scheduler = make_scheduler(make_capacity(num_blocks=120, block_size=16, max_num_batched_tokens=256))
     sizes = [(90, 150)] * 6 + [(100, 150), (100, 100), (100, 100)]
     for i, (num_tokens, max_tokens) in enumerate(sizes):

@@ -76,7 +76,7 @@ def test_admission_counts_a_long_sequence_with_its_window() -> None:
         scheduler.add_group(make_group([i + 1] * 30, f"r{i}", max_tokens=200, ignore_eos=True), 0.0)
     num_running = []
     run_to_end(scheduler, lambda step: num_running.append(scheduler.load().num_running))
-    assert max(num_running) == 2  # of 58 blocks each, but 4 at a time
+    assert max(num_running) == 2  # 58 blocks each, but 4 at a time
     assert num_running.count(2) > 150
     assert scheduler.stats().counts.num_preemptions == 0
 
@@ -87,12 +87,12 @@ def test_freed_blocks_of_a_running_row_can_be_hit() -> None:
     scheduler.add_group(make_group(prompt, max_tokens=100, ignore_eos=True), 0.0)
     for _ in range(3):
         answer(scheduler, *scheduler.schedule(0.0))
-    assert scheduler.worker_stats("w0").blocks_cached >= 7  # of the first 10
+    assert scheduler.worker_stats("w0").blocks_cached >= 7  # most of the first 10
     scheduler.add_group(make_group([*prompt[:24], 99], "r1", max_tokens=2), 0.0)
     (batch,) = scheduler.schedule(0.0)
     (opened,) = batch.opens
     assert opened.num_computed_tokens == 24
-    assert num_used(scheduler) <= 4 + 3 + 1  # of the hit, only the blocks in the window are in use
+    assert num_used(scheduler) <= 4 + 3 + 1  # only the hit's blocks in the window are in use
     check_scheduler(scheduler)
 
 

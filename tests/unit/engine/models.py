@@ -373,7 +373,7 @@ def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.uniform_(0.5, 1.5, generator=generator)
-        if name.endswith(("correction_bias", "expert_bias")):  # as wide as the scores, so that it changes the choice
+        if name.endswith(("correction_bias", "expert_bias")):  # made as wide as the scores, which changes the choice
             buffer.normal_(0.0, 0.3, generator=generator)
     if model.config.tie_word_embeddings:  # the head has unit gain too
         embedding = model.get_input_embeddings().weight

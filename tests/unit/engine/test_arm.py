@@ -21,7 +21,7 @@ from worker_svc.engine.kernels.linear import BFLOAT16, INT8
 DRIVER = Path(__file__).parent / "kernel_driver" / "driver.cpp"
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SMALLEST_NORMAL = np.float32(2.0**-126)
-# Of a Neoverse V1 or later, an N1, and a Cortex-A72.
+# Instruction sets of a Neoverse V1 or later, an N1, and a Cortex-A72.
 MATRICES = "armv8.2-a+dotprod+bf16+i8mm"
 PROCESSORS = {
     MATRICES: "fma bfloat16-matrices neon",

@@ -1,4 +1,4 @@
-"""What is proposed, and how much: suffixes against a search of all places, and the number of drafts."""
+"""Proposed drafts and their number: suffixes against a search of all places."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_max_model_len(folder, rewrite_config, caplog):
 
 def test_a_pool_that_holds_a_window_does_not_cap_the_length(tmp_path):
     folder = make_model(tmp_path, "mistral", sliding_window=64)
-    assert load(folder).info.max_model_len == 1024  # of the model: the pool holds more than a window
+    assert load(folder).info.max_model_len == 1024  # the model's length: the pool holds more than a window
     model = parse_config(json.loads((folder / "config.json").read_text()))
     assert choose_max_model_len(EngineConfig(folder, num_blocks=8), model, 8) == 1024
 

@@ -46,7 +46,7 @@ def test_memory_outlives_the_mapping_object() -> None:
 
 
 def huge_bytes_of(memory: torch.Tensor) -> int:
-    """Of the mapping that holds the memory."""
+    """Bytes in huge pages of the mapping that holds the memory."""
     mappings = Path("/proc/self/smaps").read_text().split("VmFlags")
     for mapping in mappings:
         found = re.search(r"^([0-9a-f]+)-([0-9a-f]+) (?s:.*)^AnonHugePages: +(\d+) kB", mapping, re.MULTILINE)

@@ -184,7 +184,7 @@ def test_unusable_logits_are_reported(backend, temperature):
         ({"top_a": 0.24}, 5),  # 0.24 * 0.4^2 is 0.0384
         ({"top_a": 0.26}, 4),
         ({"top_a": 1.0}, 3),
-        ({"top_a": 1.0, "top_p": 0.75}, 2),  # of the three ids that top_a keeps, two have probability 0.78
+        ({"top_a": 1.0, "top_p": 0.75}, 2),  # top_a keeps three ids, two of which have probability 0.78
         ({"top_k": 2, "top_p": 0.5}, 1),  # top_k keeps two ids; the first has probability 0.57
     ],
 )

@@ -382,6 +382,6 @@ def test_experts_in_mxfp4_have_the_weights_of_transformers(tmp_path, backend):
         return
     found = [layer.feed_forward.experts for layer in driver.runner._model.parts.layers]
     linears = [linear for experts in found for linear in (*experts.gate_up, *experts.down)]
-    num_weights = 2 * 5 * 3 * 64 * 128  # of 2 layers with 5 experts
+    num_weights = 2 * 5 * 3 * 64 * 128  # 2 layers with 5 experts
     assert sum(linear.packed.nbytes for linear in linears) == 4.25 / 8 * num_weights
     assert driver.runner._model._fused is not None

@@ -83,7 +83,7 @@ class MtpFormula:
 
 
 def recorded_drafts(runner: ModelRunner) -> list[tuple[int, int, torch.Tensor]]:
-    """Of each draft of the only row: how many tokens the row has, how many drafts are before it, and its logits."""
+    """For each draft of the only row: how many tokens the row has, how many drafts are before it, and its logits."""
     found: list[tuple[int, int, torch.Tensor]] = []
     sampler = runner._heads._sampler
     sample = sampler.sample
@@ -136,7 +136,7 @@ class EagleFormula:
 
     @torch.no_grad()
     def __call__(self, token_ids: list[int], own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `MtpFormula`, with logits of the whole vocabulary."""
+        """`MtpFormula` with logits of the whole vocabulary."""
         known, eps = len(token_ids) - len(own), self.config["rms_norm_eps"]
         ids = torch.tensor([token_ids])
         outputs = self.model.model(ids[:, : known - 1], output_hidden_states=True).hidden_states

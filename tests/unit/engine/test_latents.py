@@ -40,7 +40,7 @@ class Sequence:
             return (torch.randn(*sizes, generator=generator) * scale).to(dtype)
 
         self.q = random(length, shape.num_heads * shape.query_dim)
-        self.absorbed = random(length, shape.num_heads, shape.rank)  # what the heads make of q
+        self.absorbed = random(length, shape.num_heads, shape.rank)  # the heads' product with q
         self.latents = random(length, shape.rank + shape.rope_dim)
 
 
@@ -166,7 +166,7 @@ def test_chunks_and_batch_mates_change_no_logit(tmp_path, backend):
     tokens = driver.rows[0].tokens
     driver.open(1, prompt)
     driver.open(2, other)
-    driver.open(3, tokens[:-1])  # what was decoded is a prompt now
+    driver.open(3, tokens[:-1])  # decoded tokens are a prompt now
     driver.step({1: 9, 2: 1})
     driver.step({1: 61, 2: 32, 3: 1})
     driver.step({3: len(tokens) - 2, 1: 1})

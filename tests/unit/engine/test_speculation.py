@@ -59,7 +59,7 @@ def answers_of(runner: StepRunner, depth: int = 2, max_tokens: int = 30, **confi
 
 
 def expected_of(answers: list[Answer]) -> dict[bytes, list[int]]:
-    """What `GivenDrafts` proposes: the output of each request's first sample."""
+    """Proposals of `GivenDrafts`: the output of each request's first sample."""
     firsts = range(len(REQUESTS))
     given = zip(prompts(), firsts, strict=True)
     return {np.array(prompt, np.uint32).tobytes(): answers[i].token_ids + [3] * 8 for prompt, i in given}

@@ -38,7 +38,7 @@ TOWERS: dict[str, dict[str, Any]] = {
     "qwen3_5": {"depth": 3, "hidden_size": 72, "out_hidden_size": 64, "num_heads": 3, "intermediate_size": 100,
                 "patch_size": 6, "num_position_embeddings": 25},
 }  # fmt: skip
-# Of 8 frequencies; of 5 in Qwen3.5, which rotates a part of each head.
+# Sections of 8 frequencies; of 5 in Qwen3.5, which rotates a part of each head.
 SECTIONS = {"qwen2_vl": [2, 3, 3], "qwen2_5_vl": [2, 3, 3], "qwen3_vl": [4, 2, 2], "qwen3_5": [2, 2, 1]}
 TEXTS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"head_dim": 16},

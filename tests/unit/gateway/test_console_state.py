@@ -86,7 +86,7 @@ def test_the_page_has_no_inline_code_and_no_other_hosts() -> None:
 
 
 def luminance(colour: str) -> float:
-    """As in WCAG 2."""
+    """WCAG 2's formula."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -509,7 +509,7 @@ async def test_only_operators_control_weights_and_pauses(gateway: TestGateway, t
     clients, operators = (Authenticator(ApiKeys(tmp_path / name)) for name in ("clients", "operators"))
 
     async def statuses(http: HttpGateway, key: str) -> set[int]:
-        """Of a request that every endpoint refuses, if it is not refused because of the key."""
+        """Statuses of a request that every endpoint refuses, if it is not refused because of the key."""
         options = {"headers": {"authorization": f"Bearer {key}"}, "data": b"[]"}
         found = [await http.post(path, **options) for path in http.operator_paths]
         return {status for status, _, _ in found}

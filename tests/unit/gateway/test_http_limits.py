@@ -167,7 +167,7 @@ async def test_web_pages_of_an_allowed_origin(gateway: TestGateway, scheduler: F
         assert headers["access-control-allow-origin"] == page["origin"]
         assert "x-request-id" in headers["access-control-expose-headers"]
         _, headers, _ = await http.post(COMPLETIONS, {"prompt": ""}, headers=page)
-        assert headers["access-control-allow-origin"] == page["origin"]  # so that the page can read the error
+        assert headers["access-control-allow-origin"] == page["origin"]  # the page can read the error
     async with HttpGateway(gateway) as http:
         assert "access-control-allow-origin" not in (await http.get("/version", headers=page))[1]
 

@@ -103,7 +103,7 @@ def test_a_first_token_begins_an_interval(loop: Clock) -> None:
         await asyncio.sleep(0.001)
         pacer.wake(handler)
         await asyncio.sleep(0.001)
-        pacer.begin_interval()  # of another stream: the interval in progress is not extended
+        pacer.begin_interval()  # starts another stream: the interval in progress is not extended
         await asyncio.sleep(1.0)
         assert handler.woken_at == [pytest.approx(0.02)]
         pacer.begin_interval()

@@ -1,4 +1,4 @@
-"""What a scheduler does with the answers of others, and with calls of others."""
+"""A scheduler's handling of others' answers and calls."""
 
 from __future__ import annotations
 

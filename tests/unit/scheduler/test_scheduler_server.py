@@ -69,7 +69,7 @@ async def test_drains_on_sigterm() -> None:
         worker.gate.clear()
         process.send_signal(signal.SIGTERM)
         await refused_soon(gateway)
-        await until(lambda: gateway.welcomes[-1].ready_workers == 0)  # so that gateways leave
+        await until(lambda: gateway.welcomes[-1].ready_workers == 0)  # gateways leave
         worker.gate.set()
         await until(lambda: (1, 0) in gateway.finished)
         assert gateway.tokens[1, 0] == expected_tokens([1, 2, 3], 30)

@@ -15,7 +15,7 @@ DIGEST = b"d" * 16
 
 
 def seal(keys: BlockKeys, lease: LeaseIds = LEASE, block: int = 3, digest: bytes = DIGEST) -> bytes:
-    """What a worker lists for a block that was committed under `lease`."""
+    """A worker's seal for a block that was committed under `lease`."""
     return lease.scheduler_epoch.to_bytes(8, "little") + keys.tags(lease, [block], [digest])
 
 

@@ -21,7 +21,7 @@ from svc_common.errors import AbortedError, AlreadyExistsError, InvalidRequestEr
 from tests.builders import make_group
 from tests.unit.scheduler.fakes import FakeGateway, FakeIndex, FakeWorker, running_loop, settle, until
 
-Killed = asyncio.CancelledError  # what ends a process is no error that it handles
+Killed = asyncio.CancelledError  # the end of a process is no error that it handles
 
 
 class RecordingIndex(FakeIndex):

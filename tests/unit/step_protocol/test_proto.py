@@ -1,4 +1,4 @@
-"""What one service writes is what the other one reads: steps and answers through the worker protocol."""
+"""Steps and answers through the worker protocol: one service reads exactly the other's message."""
 
 from __future__ import annotations
 

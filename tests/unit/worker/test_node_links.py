@@ -368,7 +368,7 @@ def test_hostile_connections_do_not_keep_a_node_from_joining(lead, secrets, monk
     assert leader.ends.empty()
     assert {record.levelno for record in caplog.records} <= {logging.INFO, logging.WARNING}
     deadline = time.monotonic() + SLACK_S
-    # Those of the node that has joined stay.
+    # Threads of the node that has joined stay.
     while len({thread for thread in threading.enumerate() if "_handshake" in thread.name} - threads) > 2:
         assert time.monotonic() < deadline
         time.sleep(0.005)

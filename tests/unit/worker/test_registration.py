@@ -35,8 +35,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.refusal = ""
         self.is_silent = False
         self.ends_when: int | None = None
-        self.num_workers = self.num_earlier = 0  # as reported to the worker
-        self.model = self.revision = ""  # of its workers
+        self.num_workers = self.num_earlier = 0  # counts reported to the worker
+        self.model = self.revision = ""  # names of its workers
         self.health = health.aio.HealthServicer()
         self.num_open = 0
         self.kick = asyncio.Event()  # ends open streams

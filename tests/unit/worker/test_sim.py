@@ -427,7 +427,7 @@ def test_a_prefix_with_an_input_is_shared_by_rows_with_the_same_input() -> None:
 
 
 def test_a_hit_on_the_blocks_of_another_input_is_detected() -> None:
-    """As if content ids did not depend on the content: another input has the ids of the first one."""
+    """Content ids that do not depend on the content: another input has the ids of the first one."""
     driver = Driver()
     hidden = driver.runner.info.hidden_size
     item, other = (random_embeddings(9, hidden, seed=seed, start=2) for seed in (0, 1))
@@ -440,7 +440,7 @@ def test_a_hit_on_the_blocks_of_another_input_is_detected() -> None:
 
 
 def test_a_row_whose_input_is_lost_fails() -> None:
-    """As if a preempted row were opened again without its inputs."""
+    """A preempted row is opened again without its inputs."""
     driver = Driver()
     prompt = with_content_ids(make_prompt(18), random_embeddings(9, driver.runner.info.hidden_size, start=2))
     row = Row(1, list(prompt), [0, 1, 2, 20, 21], computed=8)
@@ -480,7 +480,7 @@ def test_a_row_with_an_image_returns_with_its_positions(tmp_path: Path) -> None:
 
 
 def test_a_lost_delta_is_detected(tmp_path: Path) -> None:
-    """As if a row whose image is computed were opened again without the place of the image."""
+    """A row whose image is computed is opened again without the place of the image."""
     driver = Driver(image_runner(tmp_path / "model"))
     item, span = image_at(2)
     prompt = with_content_ids(make_prompt(18), item)
