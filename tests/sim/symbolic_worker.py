@@ -111,7 +111,7 @@ class SymbolicWorker:
         bs, rows = capacity.block_size, capacity.max_num_seqs
         width = -(-capacity.max_model_len // bs)
         self.kv = np.zeros(capacity.num_blocks * bs, dtype=np.uint64)
-        self.kv_version = np.zeros(capacity.num_blocks * bs, dtype=np.int64)  # version of the weights that wrote the slot
+        self.kv_version = np.zeros(capacity.num_blocks * bs, dtype=np.int64)  # version that wrote the slot
         self.version = 0  # version of its weights
         self.kv_token = np.zeros(capacity.num_blocks * bs, dtype=np.uint32)
         self.fill_step = np.zeros(capacity.num_blocks, dtype=np.int64)  # last step that wrote into the block
@@ -139,7 +139,7 @@ class SymbolicWorker:
         self.candidates: dict[int, set[int]] = {}  # by row: ids returned for the newest token
         self.is_silent = np.zeros(rows, dtype=np.bool_)  # broken, and not even reported if a token was expected
         self.group: list[RowAssignment | None] = [None] * rows
-        self.row_version = np.zeros(rows, dtype=np.int64)  # version of the weights whose content the row reads and writes
+        self.row_version = np.zeros(rows, dtype=np.int64)  # version that the row reads and writes
         self.seed = np.zeros(rows, dtype=np.uint64)
         self.sample = np.zeros(rows, dtype=np.uint64)
         self.prompt_len = np.zeros(rows, dtype=np.int64)
@@ -638,7 +638,7 @@ class SymbolicWorker:
         known = np.ones(len(rows), dtype=np.bool_)
         if batch.max_query_lens is not None:
             known = batch.max_query_lens == 0
-            for i in np.flatnonzero(~known & np.isin(rows, broken)).tolist():  # rows in which the scheduler expects an error
+            for i in np.flatnonzero(~known & np.isin(rows, broken)).tolist():  # the scheduler expects errors
                 row, end = rows[i], starts[i] + batch.max_query_lens[i]
                 places = np.arange(self.num_computed_tokens[row], end)  # positions of drafts that were not computed
                 self.kv[self.slots[row, places]] = POISON

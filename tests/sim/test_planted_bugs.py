@@ -46,7 +46,7 @@ from tests.sim.symbolic_worker import SymbolicWorker
 from tests.sim.tiers import Tier, is_sound
 
 MAX_SEEDS = 200
-KINDS = ("has_moves", "has_groups", "has_windows", "has_slow_links", "has_fast_links", "has_slow_disks")  # kinds of systems
+KINDS = ("has_moves", "has_groups", "has_windows", "has_slow_links", "has_fast_links", "has_slow_disks")  # systems
 
 Patch = pytest.MonkeyPatch
 
