@@ -50,6 +50,15 @@ class GrammarCompiler:
             raise GrammarError("it accepts no text at all")
         return matcher
 
+    def texts(self, token_ids: Sequence[int]) -> list[bytes]:
+        """The text of each token; empty for special tokens."""
+        known = self._tokenizer
+        return [b"" if known.is_special_token(one) else bytes(known.decode_bytes([one])) for one in token_ids]
+
+    def token_ids(self, text: str) -> list[int]:
+        """The tokens of a text, without special tokens."""
+        return list(self._tokenizer.tokenize_str(text))
+
 
 def located_error(schemas: Sequence[str]) -> tuple[int, str, str] | None:
     """Number, path and error of the first schema, of those in a grammar, that cannot be compiled; None if all can be.

@@ -10,28 +10,27 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from google.protobuf.json_format import ParseDict, ParseError
 from quire.internal.v1 import worker_pb2
 from quire.v1 import types_pb2 as types
 
-from request_fields import checks
-from request_fields.fields import FieldError, stop_condition
-from request_fields.grammar import grammar_of
 from request_fields.receipts import Receipt, ReceiptError, parse_receipt, public_key_bytes
-from step_protocol.columns import U32, WireError, u32_to_bytes
+from step_protocol.columns import U32, u32_to_bytes
 from step_protocol.messages import StepBatch, StepOutput
 from step_protocol.proto import batch_from_proto
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.config import EngineConfig
+from worker_svc.receipt_claims import Span, Texts, check_form, check_ids, open_points, parameters_of, spans_of
 
 CONFIRMED, REFUTED, INVALID, UNDECIDED = range(4)  # exit codes
+SEVERITY = (CONFIRMED, UNDECIDED, INVALID, REFUTED)  # the last one among several receipts is the exit code
 WORDS = {CONFIRMED: "confirmed", REFUTED: "refuted", INVALID: "invalid", UNDECIDED: "undecided"}
 MAX_ROWS = 64  # positions that a step samples
 MAX_STEP_TOKENS = 1024
@@ -63,19 +62,21 @@ class Verifier:
         self._loaded: tuple[EngineConfig, Any] | None = None
 
     def verify(self, receipt: Receipt, first: int | None = None, last: int | None = None) -> ReceiptVerdict:
-        """Checks signature, model and a slice of the answer, in this order."""
+        """Checks signature, statements, model and a slice of the answer, in this order. A check that fails by an
+        error of its own refutes nothing. Raises CheckpointError."""
         try:
             receipt.check(self._public_key)
-            answer = Recomputation(receipt, self._runner(receipt))
-            problem = answer.wrong_model() or answer.first_difference(first, last)
+            check_form(receipt)
+            return Recomputation(receipt, self._runner(receipt), self._model_dir).verdict(first, last)
         except ReceiptError as error:
             return ReceiptVerdict(REFUTED, str(error))
         except Undecidable as error:
             return ReceiptVerdict(UNDECIDED, str(error))
-        if problem is not None:
-            return ReceiptVerdict(REFUTED, problem)
-        start, end = answer.positions(first, last)
-        return ReceiptVerdict(CONFIRMED, f"output tokens {start} to {end - 1} were computed again and are the same")
+        except CheckpointError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            return ReceiptVerdict(UNDECIDED, f"the check failed: {type(error).__name__}: {error}")
 
     def _runner(self, receipt: Receipt) -> Any:
         """The model with the numeric settings of a receipt, and a pool for its answer. Raises ReceiptError and
@@ -89,70 +90,81 @@ class Verifier:
         runner = self._loaded[1]
         runner.reset_rows()
         if payload["adapter"]:
-            digest = bytes.fromhex(payload["adapter"])
-            if digest not in {entry.digest for entry in runner.adapters.entries()}:
+            by_digest = {entry.digest.hex(): entry.digest for entry in runner.adapters.entries()}
+            if payload["adapter"] not in by_digest:
                 raise ReceiptError("the adapter is another one: its digest is not that of the receipt")
-            runner.adapters.swap(digest)
+            runner.adapters.swap(by_digest[payload["adapter"]])
         return runner
 
 
 class Recomputation:
     """One answer on a loaded model. Raises ReceiptError for a payload that describes no request."""
 
-    def __init__(self, receipt: Receipt, runner: Any) -> None:
-        self._payload, self._answer = receipt.payload, receipt.answer
+    def __init__(self, receipt: Receipt, runner: Any, model_dir: Path) -> None:
+        self._receipt, self._payload, self._answer = receipt, receipt.payload, receipt.answer
         self._tokens: U32 = np.array([*receipt.answer.prompt_token_ids, *receipt.answer.token_ids], np.uint32)
         self._prompt_len = len(receipt.answer.prompt_token_ids)
-        if not self._prompt_len or not receipt.answer.token_ids:
-            raise ReceiptError("the receipt has no prompt or no output")
-        self._runner, self._info = runner, runner.info
-        self._span = self._span_of(self._info.weights_digest)
+        self._runner, self._info, self._model_dir = runner, runner.info, model_dir
+        self._spans = spans_of(receipt)
+        self._asked = parameters_of(receipt)
         self._row = self._row_open()
         self._step_id = 0
 
-    def _span_of(self, weights_digest: str) -> dict[str, Any] | None:
-        """The output tokens that the loaded weights have computed, if the weights were updated meanwhile."""
-        try:
-            spans = self._payload.get("weight_versions", ())
-            found = next((span for span in spans if span["weights_digest"] == weights_digest), None)
-            return None if found is None else dict(found, start=int(found["start"]), end=int(found["end"]))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ReceiptError(f"the payload describes no spans of weights: {error}") from None
+    def verdict(self, first: int | None, last: int | None) -> ReceiptVerdict:
+        """The result for the output tokens of a slice that the loaded weights have computed. Raises ReceiptError if it
+        is refuted, and Undecidable."""
+        num_output = len(self._answer.token_ids)
+        if (first or 0) >= num_output:
+            return ReceiptVerdict(INVALID, f"--first {first}: the receipt has {num_output} output tokens")
+        mine = self._own_spans()
+        check_ids(self._receipt, self._asked, self._info)
+        points = list(open_points(self._receipt, self._asked, self._info, self._tokenizer))
+        places = [place for span in mine for place in range(num_output)[first:last] if span.start <= place < span.end]
+        if not places:
+            raise Undecidable("these weights computed no output token of the slice")
+        self._compute(places)
+        if len(places) < num_output:
+            points.append(f"{num_output - len(places)} of {num_output} were not computed")
+        words = f"output tokens {_ranges(places)} were computed again and are the same"
+        return ReceiptVerdict(UNDECIDED if points else CONFIRMED, "; ".join((words, *points)))
 
-    def wrong_model(self) -> str | None:
-        """Why the loaded model is not that of the receipt; None if it is. Raises Undecidable for another arithmetic."""
-        payload, info = self._span or self._payload, self._info
-        if payload["weights_digest"] != info.weights_digest:
-            return f"the weights are others: their digest is {info.weights_digest}, not {payload['weights_digest']}"
-        if self._span is not None and self._span["keeps_kv"]:
-            raise Undecidable("the weights were updated while the row kept its keys and values")
-        payload = {**self._payload, **payload}
-        if payload["numerics"] != info.numerics:
+    def _own_spans(self) -> list[Span]:
+        """The spans that the loaded weights have computed from their own keys and values. Raises ReceiptError if the
+        model is another one, and Undecidable for another arithmetic."""
+        info = self._info
+        mine = [span for span in self._spans if span.weights_digest == info.weights_digest]
+        if not mine:
+            known = self._payload["weights_digest"]
+            raise ReceiptError(f"the weights are others: their digest is {info.weights_digest}, not {known}")
+        if self._payload["numerics"] != info.numerics:
             raise Undecidable(
-                f"this machine computes with {info.numerics!r}, the receipt's worker with {payload['numerics']!r}: "
-                "bits may differ, so the answer can be checked only on such a machine"
+                f"this machine computes with {info.numerics!r}, the receipt's worker with "
+                f"{self._payload['numerics']!r}: bits may differ, so the answer can be checked only on such a machine"
             )
-        if payload["revision"] != info.revision:
-            return f"the model is another one: its revision is {info.revision}, not {payload['revision']}"
-        return None
+        for span in mine:
+            if span.revision != info.revision:
+                raise ReceiptError(f"the model is another one: its revision is {info.revision}, not {span.revision}")
+        mine = [span for span in mine if not span.keeps_kv]
+        if not mine:
+            raise Undecidable("the weights were updated while the row kept its keys and values")
+        return mine
 
-    def positions(self, first: int | None, last: int | None) -> tuple[int, int]:
-        """The slice of output positions to check."""
-        start, end = (
-            (0, len(self._answer.token_ids)) if self._span is None else (self._span["start"], self._span["end"])
-        )
-        return max(start, first or 0), min(end, end if last is None else last)
-
-    def first_difference(self, first: int | None = None, last: int | None = None) -> str | None:
-        """The first output position of a slice that the model does not give; None if there is none."""
-        start, end = self.positions(first, last)
-        self._prefill(self._prompt_len + end - 1)
-        for part in range(start, end, MAX_ROWS):
-            places = range(part, min(part + MAX_ROWS, end))
-            problem = self._compare(places, self._sample(places))
+    def _compute(self, places: Sequence[int]) -> None:
+        """Computes output tokens again. Raises ReceiptError at the first one that the model does not give."""
+        self._prefill(self._prompt_len + places[-1])
+        for start in range(0, len(places), MAX_ROWS):
+            part = places[start : start + MAX_ROWS]
+            problem = self._compare(part, self._sample(part))
             if problem is not None:
-                return problem
-        return None
+                raise ReceiptError(problem)
+
+    def _tokenizer(self) -> Texts:
+        from grammars.compiler import GrammarCompiler  # needs llguidance, which only some receipts need
+
+        file = self._model_dir / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError("the model folder has no tokenizer.json")
+        return GrammarCompiler(file.read_text("utf-8"), self._info.vocab_size, self._info.eos_token_ids)
 
     def _compare(self, places: Sequence[int], output: StepOutput) -> str | None:
         if output.errors:
@@ -240,30 +252,27 @@ class Recomputation:
 
     def _row_open(self) -> worker_pb2.RowOpen:
         """What all rows have in common: the parameters of the request."""
-        payload = self._payload
-        try:
-            sampling = ParseDict(payload["sampling"], types.SamplingParams())
-            stop = ParseDict(payload["stop"], types.StopParams())
-            is_constrained = grammar_of(sampling) is not None
-            condition = stop_condition(checks.values_set(stop), is_constrained=is_constrained)
-            bad_words = [types.TokenIds(ids=ids) for ids in payload["bad_words_ids"]]
-            sampling.seed, sampling.logits_digests = payload["seed"], True
-            sampling.bad_words.clear()
-            banned = [
-                token for token in condition.banned_ids(self._info.eos_token_ids) if token < self._info.vocab_size
-            ]
-            return worker_pb2.RowOpen(
-                prompt_len=self._prompt_len,
-                sampling=sampling,
-                sample_index=payload["sample"],
-                banned_ids=_packed(banned),
-                banned_before=condition.min_tokens,
-                bad_words_ids=bad_words,
-                logprobs=0,
-                adapter=bytes.fromhex(payload["adapter"]),
-            )
-        except (ParseError, FieldError, WireError, KeyError, TypeError, ValueError) as error:
-            raise ReceiptError(f"the payload describes no request: {error}") from None
+        sampling, condition = types.SamplingParams(), self._asked.condition
+        sampling.CopyFrom(self._asked.sampling)
+        sampling.bad_words.clear()
+        banned = [token for token in condition.banned_ids(self._info.eos_token_ids) if token < self._info.vocab_size]
+        return worker_pb2.RowOpen(
+            prompt_len=self._prompt_len,
+            sampling=sampling,
+            sample_index=self._payload["sample"],
+            banned_ids=_packed(banned),
+            banned_before=condition.min_tokens,
+            bad_words_ids=[types.TokenIds(ids=ids) for ids in self._asked.bad_words_ids],
+            logprobs=0,
+            adapter=bytes.fromhex(self._payload["adapter"]),
+        )
+
+
+def _ranges(places: Sequence[int]) -> str:
+    """`0 to 16`, or `0 to 3, 9 to 16`; the places ascend."""
+    starts = [place for i, place in enumerate(places) if not i or places[i - 1] != place - 1]
+    ends = [place for i, place in enumerate(places) if i == len(places) - 1 or places[i + 1] != place + 1]
+    return ", ".join(f"{start} to {end}" for start, end in zip(starts, ends, strict=True))
 
 
 def _packed(values: Any) -> bytes:
@@ -332,6 +341,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, help="first output position to check (default 0)")
     parser.add_argument("--last", type=int, help="output position after the last one to check (default: all)")
     args = parser.parse_args(argv)
+    if (args.first or 0) < 0 or (args.last is not None and args.last <= (args.first or 0)):
+        parser.error(f"--first {args.first or 0} --last {args.last}: the slice is empty; positions count from 0")
     worst = CONFIRMED
     try:
         text = sys.stdin.read() if str(args.receipt) == "-" else args.receipt.read_text("utf-8")
@@ -340,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in receipts_of(text):
             verdict, receipt = _verdict_of(line, verifier, args)
             print(verdict.to_json(receipt), flush=True)
-            worst = max(worst, verdict.code)
+            worst = max(worst, verdict.code, key=SEVERITY.index)
     except (OSError, UnicodeDecodeError, ReceiptError, CheckpointError) as error:
         print(f"quire verify: {error}", file=sys.stderr)
         return INVALID

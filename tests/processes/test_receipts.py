@@ -18,7 +18,7 @@ from quire_client import AsyncClient, InvalidRequest, QuireError
 from quire_client.demo import demo_model_dir
 from safetensors.torch import load_file, save_file
 
-from request_fields.receipts import Answer, Receipt, parse_receipt, private_key, receipt_text
+from request_fields.receipts import PARTS, Answer, Receipt, parse_receipt, private_key, receipt_text
 from tests.processes.stack import Stack
 from worker_svc.verify import CONFIRMED, REFUTED, UNDECIDED, Verifier
 
@@ -32,7 +32,7 @@ def openssl_key(path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Receipt], Path]]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Receipt], Path]:
     """Receipts of requests with many kinds of parameters, some of them beside others, and the key that signed them."""
     folder = tmp_path_factory.mktemp("receipts")
     key = openssl_key(folder / "key.pem")
@@ -41,7 +41,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Receip
         stack.start_worker(scheduler, demo_model_dir(), *FLAGS)
         gateway = stack.start_gateway(scheduler, flags=("--receipt-key-file", str(key)))
         plain = stack.start_gateway(scheduler)
-        yield [parse_receipt(text) for text in asyncio.run(answers(stack, gateway, plain))], key
+        texts = asyncio.run(answers(stack, gateway, plain))
+    return [parse_receipt(text) for text in texts], key
 
 
 async def answers(stack: Stack, gateway: Any, plain: Any) -> list[str]:
@@ -85,7 +86,7 @@ def verifier() -> Verifier:
     return Verifier(demo_model_dir())
 
 
-def resigned(receipt: Receipt, key: Path, answer: Answer | None = None, **payload: Any) -> Receipt:
+def resigned(receipt: Receipt, key: Path, answer: Answer | None = None, /, **payload: Any) -> Receipt:
     """A receipt that the holder of the key changed and signed again."""
     facts = {name: value for name, value in receipt.payload.items() if not name.endswith("_sha256")}
     return parse_receipt(receipt_text({**facts, **payload}, answer or receipt.answer, private_key(key.read_bytes())))
@@ -97,7 +98,10 @@ def test_honest_receipts_are_confirmed(made: tuple[list[Receipt], Path], verifie
     for receipt in receipts:
         verdict = verifier.verify(receipt)
         assert verdict.code == CONFIRMED, (verdict.reason, receipt.payload["sampling"])
-        assert verifier.verify(receipt, first=3, last=5).code == CONFIRMED
+        if (n := len(receipt.answer.token_ids)) > 1:
+            part = verifier.verify(receipt, last=n - 1)
+            assert part.code == UNDECIDED
+            assert f"output tokens 0 to {n - 2} were computed again and are the same; 1 of {n}" in part.reason
 
 
 @pytest.mark.deep
@@ -177,6 +181,110 @@ def test_forgeries_are_refuted(made: tuple[list[Receipt], Path], verifier: Verif
     assert "another key" in other.verify(sampled).reason
 
 
+# Statements of the server that no computation shows, and settings with which it would give the same answer.
+UNPROVED = {"format", "model", "build", "request_id", "time", "processor_seconds", "block_size", "max_model_len"}
+# Parameters with which the sampled answer would be another one, or with which no server signs an answer.
+OTHER_PARAMETERS: dict[str, tuple[Any, ...]] = {
+    "sampling": (
+        {"temperature": 0.3}, {"temperature": 5}, {"temperature": "x"}, {"top_k": 1}, {"top_p": 0.05}, {"min_p": 0.9},
+        {"seed": "1"}, {"seed": -1}, {"seed": None}, {"logit_bias": {"7": 60}}, {"banned_token_ids": [1 << 20]},
+        {"allowed_token_ids": [5]}, {"n": 0}, {"n": 10**9}, {"n": 1e30}, {"best_of": 4}, {"beam_width": 4},
+        {"length_penalty": 2.0}, {"early_stopping": 2}, {"logits_digests": False}, {"num_forced_tokens": NUM_PROMPT},
+        {"regex": "[a-f]{3}"}, {"bad_words": ["the"]}, {"unknown": 1},
+    ),
+    "stop": (
+        {"max_tokens": 3}, {"max_tokens": 30}, {"max_tokens": None}, {"max_tokens": -1}, {"min_tokens": 30},
+        {"stop_token_ids": [1 << 20]}, {"unknown": 1},
+    ),
+}  # fmt: skip
+
+
+def other_values(value: Any) -> list[Any]:
+    """Other values of a JSON value, at its own type and at others."""
+    if isinstance(value, list):
+        return [value[:-1], [*value, 7], [*value, [7]], [[1 << 31]], [[]], 5]
+    if isinstance(value, int | float):
+        return [value + 1, value - 1, -1, 10**9, 1e30, str(value), None, [value]]
+    return [f"{value}1", value[:-1], "", 5, None]
+
+
+def edits(receipt: Receipt) -> Iterator[dict[str, Any]]:
+    """A changed value of one field each. Another key makes a value of `sampling` and `stop` the default."""
+    for name in sorted(receipt.payload.keys() - UNPROVED - {f"{part}_sha256" for part in PARTS}):
+        value = receipt.payload[name]
+        others = (
+            [{**value, **one} for one in OTHER_PARAMETERS[name]] if isinstance(value, dict) else other_values(value)
+        )
+        yield from ({name: other} for other in others if other != value)
+    n = len(receipt.answer.token_ids)
+    own = {"version": 0, "keeps_kv": False, **{k: receipt.payload[k] for k in ("revision", "weights_digest")}}
+    foreign = {**own, "weights_digest": "0" * 32}
+    for spans in (
+        [{**own, "start": 0, "end": 0}, {**foreign, "start": 0, "end": n}],
+        [{**foreign, "start": 0, "end": n}, {**own, "start": n, "end": 0}],
+        [{**foreign, "start": 0, "end": n - 1}, {**own, "start": n - 1, "end": n}],
+        [{**own, "start": 0, "end": 1}, {**foreign, "start": 1, "end": n}],
+        [{**own, "start": 0, "end": n + 1}],
+        [{**own, "start": 0, "end": 1e30}],
+        [{name: value for name, value in own.items() if name != "keeps_kv"} | {"start": 0, "end": n}],
+        [{**own, "start": 0, "end": n, "keeps_kv": True}],
+        [], [own], 7, {"start": 0},
+    ):  # fmt: skip
+        yield {"weight_versions": spans}
+
+
+def test_no_edited_field_is_confirmed(made: tuple[list[Receipt], Path], verifier: Verifier) -> None:
+    """Each field of receipts with many kinds of parameters, changed and signed again."""
+    receipts, key = made
+    sampled, constrained, stopped = receipts[1], receipts[7], receipts[8]
+    changed = [(sampled, edit) for edit in edits(sampled)]
+    changed += [
+        (constrained, {"finish_reason": "length"}),
+        (constrained, {"finish_reason": "stop"}),
+        (constrained, {"sampling": {**constrained.payload["sampling"], "regex": "[a-f]{3}"}}),
+        (stopped, {"finish_reason": "length"}),
+        (stopped, {"finish_reason": "eos"}),
+        (stopped, {"stop": {**stopped.payload["stop"], "stop": ["zzzz"]}}),
+        (stopped, {"stop": {**stopped.payload["stop"], "stop": []}}),
+        (stopped, {"sampling": {**stopped.payload["sampling"], "bad_words": ["of"]}}),
+        (stopped, {"bad_words_ids": stopped.payload["bad_words_ids"][:-1]}),
+    ]
+    for receipt, payload in changed:
+        verdict = verifier.verify(resigned(receipt, key, **payload))
+        assert verdict.code != CONFIRMED, payload
+        assert "the check failed" not in verdict.reason, payload
+
+
+def test_arrays_that_contradict_their_statements_are_refuted(
+    made: tuple[list[Receipt], Path], verifier: Verifier
+) -> None:
+    receipts, key = made
+    sampled = receipts[1]
+    prompt, ids, digests = (
+        getattr(sampled.answer, name) for name in ("prompt_token_ids", "token_ids", "logits_digests")
+    )
+    counts = {"num_output_tokens": len(ids) - 4}
+    cases: tuple[tuple[Answer, dict[str, Any], int], ...] = (
+        (Answer(prompt, ids, digests[:0]), {}, REFUTED),
+        (Answer(prompt, ids, digests[:0]), {"first_digest": len(ids)}, UNDECIDED),
+        (Answer(prompt, ids, digests + digests[:1]), {}, REFUTED),
+        (Answer(prompt, ids[:-4], digests[:-4]), {}, REFUTED),
+        (Answer(prompt, ids[:-4], digests[:-4]), {**counts, "finish_reason": "eos"}, REFUTED),
+        (Answer(prompt, ids[:-4], digests[:-4]), counts, UNDECIDED),  # a full pool may have ended it
+        (Answer(prompt, ids[:-4], digests[:-4]), {**counts, "finish_reason": "aborted"}, UNDECIDED),
+        (Answer(prompt[:-1] + type(ids)("I", [1 << 20]), ids, digests), {}, REFUTED),
+        (Answer(prompt, ids[:-1] + type(ids)("I", [1 << 20]), digests), {}, REFUTED),
+        (sampled.answer, {"max_model_len": 5}, REFUTED),
+        (sampled.answer, {"bad_words_ids": [[1 << 20]]}, REFUTED),
+        (sampled.answer, {"sampling": {**sampled.payload["sampling"], "n": 10**9}}, REFUTED),
+        (sampled.answer, {"sampling": {**sampled.payload["sampling"], "num_forced_tokens": 99}}, REFUTED),
+    )
+    for answer, payload, code in cases:
+        verdict = verifier.verify(resigned(sampled, key, answer, **payload))
+        assert verdict.code == code, (payload, verdict)
+        assert "the check failed" not in verdict.reason
+
+
 def as_text(receipt: Receipt, signed: bytes | None = None, answer: Answer | None = None) -> str:
     """A receipt whose parts were replaced without the key."""
     own = json.loads(receipt_text({}, answer or receipt.answer, _AnyKey()))
@@ -239,9 +347,21 @@ def test_the_commands(made: tuple[list[Receipt], Path], tmp_path: Path) -> None:
     quire = [sys.executable, "-P", "-m", "quire_cli"]
     shown = subprocess.run([*quire, "receipt", "show", file, "--json"], capture_output=True, text=True, check=True)
     assert [json.loads(line)["signature"] for line in shown.stdout.splitlines()] == ["valid", "valid"]
-    command = [*quire, "verify", file, "--model", demo_model_dir(), "--public-key", key]
+    command: list[str | Path] = [*quire, "verify", file, "--model", demo_model_dir(), "--public-key", key]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
     assert [json.loads(line)["verdict"] for line in checked.stdout.splitlines()] == ["confirmed", "confirmed"]
+    for first, last in ((50, 10), (3, 3)):
+        cut = subprocess.run([*command, "--first", str(first), "--last", str(last)], capture_output=True, check=False)
+        assert (cut.returncode, b"slice is empty" in cut.stderr) == (2, True)
+    behind = subprocess.run([*command, "--first", "500"], capture_output=True, text=True, check=False)
+    assert (behind.returncode, "has 24 output tokens" in behind.stdout) == (2, True)
+    lines = [
+        as_text(resigned(receipts[0], key, numerics="other")),
+        as_text(resigned(receipts[0], key, seed=1, sample=3)),
+    ]
+    file.write_text("".join(f"{line}\n" for line in lines[::-1]))
+    both = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert both.returncode == REFUTED, "undecided hides no refuted receipt"
     file.write_text("nothing\n")
     assert subprocess.run([*quire, "verify", file, "--model", demo_model_dir()], check=False).returncode == 2
