@@ -11,21 +11,7 @@ from pathlib import Path
 import xxhash
 from quire.v1 import types_pb2
 
-BUNDLE_FILES = (
-    "chat_template.jinja",
-    "chat_template.json",
-    "config.json",
-    "config_sentence_transformers.json",
-    "generation_config.json",
-    "modules.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "sentence_bert_config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
-TEMPLATES = "additional_chat_templates/*.jinja"  # named chat templates
+from worker_svc.engine.checkpoint.model_folder import bundle_files
 
 
 class ModelFolderError(Exception):
@@ -47,14 +33,13 @@ class Bundle:
 
 
 def read_bundle(model_dir: Path) -> Bundle:
-    """Reads those BUNDLE_FILES and TEMPLATES that a Hugging Face model folder has. Raises ModelFolderError."""
+    """Reads the `bundle_files` of a Hugging Face model folder. Raises ModelFolderError."""
     if not model_dir.is_dir():
         problem = "is not a folder" if model_dir.exists() else "does not exist"
         raise ModelFolderError(f"--model {model_dir} {problem}; give a folder with config.json and *.safetensors")
     if not (model_dir / "config.json").is_file():
         raise ModelFolderError(f"--model {model_dir} has no config.json; give a Hugging Face checkpoint folder")
-    named = (path.relative_to(model_dir).as_posix() for path in model_dir.glob(TEMPLATES))
-    names = tuple(name for name in sorted([*BUNDLE_FILES, *named]) if (model_dir / name).is_file())
+    names = bundle_files(model_dir)
     try:
         files = [types_pb2.BundleFile(name=name, data=(model_dir / name).read_bytes()) for name in names]
     except OSError as error:

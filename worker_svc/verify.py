@@ -119,6 +119,8 @@ class Recomputation:
         mine = self._own_spans()
         check_ids(self._receipt, self._asked, self._info)
         points = list(open_points(self._receipt, self._asked, self._info, self._tokenizer))
+        if others := {span.revision for span in mine} - {self._info.revision}:
+            points.append(f"the folder has other settings: its revision is {self._info.revision}, not {min(others)}")
         places = [place for span in mine for place in range(num_output)[first:last] if span.start <= place < span.end]
         if not places:
             raise Undecidable("these weights computed no output token of the slice")
@@ -129,8 +131,8 @@ class Recomputation:
         return ReceiptVerdict(UNDECIDED if points else CONFIRMED, "; ".join((words, *points)))
 
     def _own_spans(self) -> list[Span]:
-        """The spans that the loaded weights have computed from their own keys and values. Raises ReceiptError if the
-        model is another one, and Undecidable for another arithmetic."""
+        """The spans that the loaded weights have computed from their own keys and values. Raises ReceiptError for
+        other weights, and Undecidable for another arithmetic."""
         info = self._info
         mine = [span for span in self._spans if span.weights_digest == info.weights_digest]
         if not mine:
@@ -141,9 +143,6 @@ class Recomputation:
                 f"this machine computes with {info.numerics!r}, the receipt's worker with "
                 f"{self._payload['numerics']!r}: bits may differ, so the answer can be checked only on such a machine"
             )
-        for span in mine:
-            if span.revision != info.revision:
-                raise ReceiptError(f"the model is another one: its revision is {info.revision}, not {span.revision}")
         mine = [span for span in mine if not span.keeps_kv]
         if not mine:
             raise Undecidable("the weights were updated while the row kept its keys and values")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,8 +23,15 @@ from svc_common.errors import InvalidRequestError
 log = logging.getLogger(__name__)
 
 MAX_CACHED_BUNDLES = 16
-ADAPTER_MARK = "+"  # in a revision, before the digest of the adapter
+# In a revision, before the digest of the gateway's chat templates, of the adapter, and the version of updated weights.
+TEMPLATES_MARK, ADAPTER_MARK, WEIGHTS_MARK = "~+@"
+MAX_DIGITS = 20  # of a uint64
 SMALL_PROMPT_BYTES = 4096  # prompts up to this size are tokenized before their length is checked
+
+
+def model_part(revision: str) -> str:
+    """The part of a revision that schedulers announce."""
+    return re.split(f"[{TEMPLATES_MARK}{ADAPTER_MARK}{WEIGHTS_MARK}]", revision, maxsplit=1)[0]
 
 
 def size_limits_of(info: types.ModelInfo) -> SizeLimits:
@@ -57,8 +65,22 @@ class ServedModel:
 
     @property
     def revision(self) -> str:
-        """Everything besides the request that determines the tokens: that of the model, and the adapter's content."""
-        return self.info.revision + (f"{ADAPTER_MARK}{self.adapter.digest.hex()}" if self.adapter else "")
+        """Everything besides the request that determines the tokens: that of the model, the gateway's chat templates,
+        the adapter's content and the updated weights."""
+        info, found = self.info, self.info.revision
+        if self.text.templates_digest:
+            found += f"{TEMPLATES_MARK}{self.text.templates_digest}"
+        if self.adapter is not None:
+            found += f"{ADAPTER_MARK}{self.adapter.digest.hex()}"
+        return f"{found}{WEIGHTS_MARK}{info.weight_version}.{info.weights_revision}" if info.weight_version else found
+
+    def continues(self, revision: str) -> bool:
+        """Whether a request that began on `revision` may continue here: with the same weights, or newer ones, as
+        requests do that run while weights are updated (docs/rollouts.md)."""
+        mine, theirs = (one.partition(WEIGHTS_MARK) for one in (self.revision, revision))
+        version = theirs[2].partition(".")[0] or "0"
+        is_older = version.isdecimal() and len(version) <= MAX_DIGITS and int(version) < self.info.weight_version
+        return mine[0] == theirs[0] and (is_older or mine[2] == theirs[2])
 
     @cached_property
     def limits(self) -> SizeLimits:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.request.models import ADAPTER_MARK, ServedModel
+from gateway_svc.request.models import ServedModel, model_part
 from gateway_svc.schedulers.scheduler_client import RETRY_AFTER_S, SchedulerClient, SchedulerEvents, problems_of
 from svc_common.errors import InvalidRequestError, NotFoundError, UnavailableError
 from svc_common.tasks import cancel
@@ -97,7 +97,7 @@ class ModelDirectory:
         """
         known = self._known()
         resolved, adapter = self._names(name, adapter, known)
-        of_revision = self._known(revision.partition(ADAPTER_MARK)[0]) if revision else known
+        of_revision = self._known(model_part(revision)) if revision else known
         client, model = of_revision.get(resolved, known[resolved])
         if not client.is_ready:
             self.unready[resolved] += 1
@@ -105,7 +105,7 @@ class ModelDirectory:
             self._used[resolved] = model.info.revision
         if adapter:
             model = self._with_adapter(model, adapter)
-        if revision and model.revision != revision:
+        if revision and not model.continues(revision):
             raise UnavailableError(
                 f"this gateway serves revision {model.revision} of model {model.name!r}, but the request began on "
                 f"revision {revision[:200]}, whose tokens may differ; retry on another gateway, or start the request "

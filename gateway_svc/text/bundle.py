@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+import xxhash
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
@@ -77,6 +78,7 @@ class ModelText:
     tokenizer_json: bytes = b""
     pooling: PoolingText = field(default_factory=PoolingText)
     preprocessor: str = ""  # settings of the image processor as JSON; empty: the model has none
+    templates_digest: str = ""  # of the templates that replace the model's own; empty: there are none
 
 
 def model_text_from_files(files: Mapping[str, bytes], templates: Mapping[str, str] | None = None) -> ModelText:
@@ -92,6 +94,7 @@ def model_text_from_files(files: Mapping[str, bytes], templates: Mapping[str, st
         files.get("tokenizer.json", b""),
         _pooling_text(files),
         _preprocessor(files),
+        xxhash.xxh3_64_hexdigest(json.dumps(templates, sort_keys=True).encode()) if templates else "",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -129,3 +130,30 @@ async def test_records_are_encrypted_limited_and_expire(running: Running, tmp_pa
             assert (await stream.result()).token_ids == whole.token_ids[10:]
         with pytest.raises(InvalidRequest, match="--max-record-bytes"):
             await client.generate("word " * 900, max_tokens=1, resumable=True)
+
+
+async def test_no_stream_goes_on_with_other_defaults(tmp_path: Path) -> None:
+    """Two deployments of one checkpoint, of which one has another generation_config.json: a stream whose
+    gateway is lost waits for a gateway of its own deployment."""
+    folder = shutil.copytree(demo_model_dir(), tmp_path / "model" / demo_model_dir().name)
+    (folder / "generation_config.json").write_text('{"temperature": 1.6}')
+    options: dict[str, Any] = {"prompt": "What does", "max_tokens": 300, "ignore_eos": True, "seed": 5}
+    with Stack(tmp_path) as stack:
+        gateways = []
+        for model in (demo_model_dir(), folder):
+            scheduler = stack.start_scheduler()
+            stack.start_worker(scheduler, model, "--kv-cache-memory", "64M")
+            gateways.append(stack.start_gateway(scheduler))
+        async with await stack.connect(gateways[0]) as client, await stack.connect(gateways[1]) as other:
+            answers = [(await one.generate(**options)).token_ids for one in (client, other)]
+        assert answers[0][:100] != answers[1][:100]
+        async with (
+            await AsyncClient.connect([gateway.address for gateway in gateways], timeout_s=120.0) as client,
+            client.stream(**options) as stream,
+        ):
+            begun = [id_ for delta in await read(stream, 100) for id_ in delta.token_ids]
+            own = [answer[:100] for answer in answers].index(tuple(begun[:100]))
+            gateways[own].kill()
+            gateways[own].start()
+            rest = [id_ async for delta in stream for id_ in delta.token_ids]
+        assert (*begun, *rest) == answers[own]

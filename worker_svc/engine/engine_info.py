@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from request_fields.sizes import SizeLimits
+from worker_svc.engine.checkpoint.model_folder import bundle_digest
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.decoder.config import ModelConfig
@@ -61,7 +62,8 @@ def make_engine_info(
 def revision_of(
     config: EngineConfig, checkpoint: Checkpoint, dtype: ComputeDtype, numerics: str, digest: str, max_model_len: int
 ) -> str:
-    """The revision of an engine with weights of this digest."""
+    """The revision of an engine with weights of this digest. It depends on tokenizer, templates and generation defaults
+    too: a continuation on a model with others would have other tokens."""
     shared = numerics if config.determinism == "exact" else None
-    choice = length_choice(checkpoint.config, max_model_len)
-    return checkpoint.revision(digest, getattr(torch, dtype), config.quantize, shared, config.kv_cache_dtype, choice)
+    parts = (bundle_digest(checkpoint.folder), length_choice(checkpoint.config, max_model_len))
+    return checkpoint.revision(digest, getattr(torch, dtype), config.quantize, shared, config.kv_cache_dtype, *parts)

@@ -14,11 +14,11 @@ from transformers import MistralConfig
 from request_fields.fields import SamplingParams
 from tests.unit.engine.models import make_model
 from worker_svc.engine.backend import BackendUnavailableError
-from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.checkpoint.model_folder import BUNDLE_FILES, CheckpointError
 from worker_svc.engine.checkpoint.tensors import Checkpoint, WeightsDigest
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.parse import parse_config
-from worker_svc.engine.engine_info import choose_max_model_len
+from worker_svc.engine.engine_info import choose_max_model_len, revision_of
 from worker_svc.engine.kernels.build import ABI_VERSION, SOURCES, load_kernels
 from worker_svc.engine.model_runner import ModelRunner
 
@@ -145,6 +145,29 @@ def test_revision_depends_on_config_and_dtype(tmp_path, folder, rewrite_config):
     assert load(folder, dtype="bfloat16").info.revision != revision
     rewrite_config(folder, rms_norm_eps=1e-3)
     assert load(folder).info.revision != revision
+
+
+def test_revision_depends_on_each_file_that_changes_a_token(folder, rewrite_config):
+    """Defaults of unset fields, ids that end an output, and the text side: equal requests have other tokens."""
+    config = EngineConfig(folder, "float32", block_size=16, num_blocks=8)
+
+    def revision(digest="weights"):
+        return revision_of(config, Checkpoint(folder), "float32", "numerics", digest, 128)
+
+    seen = [revision(), revision("updated")]
+    assert revision() == seen[0] != revision("updated")
+    rewrite_config(folder, "generation_config.json", temperature=1.6)
+    seen.append(revision())
+    rewrite_config(folder, "generation_config.json", eos_token_id=[2, 5])
+    seen.append(revision())
+    (folder / "additional_chat_templates").mkdir()
+    for name in (*BUNDLE_FILES, "additional_chat_templates/rag.jinja"):
+        if name != "config.json":
+            (folder / name).write_text("{}")
+            seen.append(revision())
+    assert len(set(seen)) == len(seen)
+    (folder / "README.md").write_text("no token depends on it")
+    assert revision() == seen[-1]
 
 
 def test_eos_falls_back_to_the_config(folder, rewrite_config):

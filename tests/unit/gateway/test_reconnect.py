@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -13,7 +14,9 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.request.models import ServedModel, model_part
 from gateway_svc.schedulers import attach_stream, dispatcher
+from gateway_svc.text.bundle import ModelText
 from svc_common import calls as server_calls
 from svc_common.channels import MAX_MESSAGE_BYTES
 from tests.unit.gateway.fakes import (
@@ -238,6 +241,29 @@ async def test_a_continuation_keeps_its_revision(gateway: TestGateway, scheduler
     assert "serves revision r1 of model 'demo', but the request began on revision r0" in error.details()
     same = gateway.generate(continuation=types.Continuation(revision="r1"))
     assert (await same.read()).accepted.revision == "r1"
+
+
+@pytest.mark.parametrize(
+    ("began", "continues"),
+    [
+        ("r1", True),  # before the updates
+        ("r1@2.w2", True),
+        ("r1@3.w3", True),
+        ("r1@3.w4", False),  # updated to other weights
+        ("r1@4.w4", False),
+        ("r1@", True),
+        ("r1@x.w3", False),
+        ("r0@2.w2", False),
+        ("r1+00@2.w2", False),  # with an adapter
+        ("r1~00", False),  # with other chat templates
+    ],
+)
+def test_a_continuation_goes_on_with_the_same_or_newer_weights(began: str, continues: bool) -> None:
+    model = ServedModel(make_info(weight_version=3, weights_revision="w3"), ModelText(None))
+    assert model.revision == "r1@3.w3"
+    assert (model_part(began), model.continues(began)) == (began[:2], continues)
+    other = replace(model, text=ModelText(None, templates_digest="t"))
+    assert (other.revision, other.continues(model.revision)) == ("r1~t@3.w3", False)
 
 
 async def test_requests_wait_until_the_scheduler_has_its_model_again(

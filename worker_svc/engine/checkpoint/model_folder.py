@@ -18,7 +18,21 @@ MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
 QUANTIZED_DTYPES = ("I8", "F8_E4M3")
 
-
+BUNDLE_FILES = (
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    "config_sentence_transformers.json",
+    "generation_config.json",
+    "modules.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "sentence_bert_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+TEMPLATES = "additional_chat_templates/*.jinja"  # named chat templates
 # A model with a tower nests the tensors of its decoder.
 NESTED = {
     "model.language_model.": "model.",
@@ -46,6 +60,18 @@ class TensorSum:
     dtype: str
     shape: tuple[int, ...]
     checksum: str
+
+
+def bundle_files(folder: Path) -> tuple[str, ...]:
+    """The files that say which tokens a text has and how requests are sampled, in order."""
+    named = (path.relative_to(folder).as_posix() for path in folder.glob(TEMPLATES))
+    return tuple(name for name in sorted([*BUNDLE_FILES, *named]) if (folder / name).is_file())
+
+
+def bundle_digest(folder: Path) -> str:
+    """The digest of these files in hex."""
+    files = {name: xxhash.xxh3_128_hexdigest((folder / name).read_bytes()) for name in bundle_files(folder)}
+    return xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -169,12 +169,11 @@ class Checkpoint:
         quantize: str | None = None,
         numerics: str | None = None,
         kv_cache_dtype: str = "auto",
-        of_length: str = "",
+        *others: str,
     ) -> str:
         """Hex digest of everything that KV content and tokens depend on: configuration, weights, the dtypes in use, the
-        quantization and, if given, the kind of worker, and what the maximum length has chosen."""
-        parts = [self.config, weights_digest, _dtype_name(dtype), quantize, numerics, kv_cache_dtype]
-        parts += [of_length] if of_length else []
+        quantization and, if given, the kind of worker, and `others`."""
+        parts = [self.config, weights_digest, _dtype_name(dtype), quantize, numerics, kv_cache_dtype, *others]
         text = json.dumps(parts, sort_keys=True)
         return xxhash.xxh3_128_hexdigest(text.encode())
 
