@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.engine.models import ARCHITECTURES, make_config
 from worker_svc.check_model import check_config
+from worker_svc.engine.checkpoint.families import architecture_of
 from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.field_types import LIMITS, TYPE_OF
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
@@ -17,9 +18,6 @@ UNKNOWN = {
     "hidden_act": "mish",
     "layer_types": "sparse_attention",
     "mlp_layer_types": "hashed",
-    "position_embedding_type": "alibi",
-    "scoring_func": "sqrtsoftplus",
-    "topk_method": "by_token_id",
 }
 
 
@@ -41,13 +39,23 @@ OF_LAYERS = {"layer_types": "full_attention", "mlp_layer_types": "dense"}  # a l
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_an_unknown_value_is_refused_whether_or_not_the_architecture_reads_it(architecture):
+def test_an_unknown_value_is_refused(architecture):
     config = make_config(architecture)
     others = parse_config(config).num_layers - 1
     for field, value in UNKNOWN.items():
         given = [*[OF_LAYERS[field]] * others, value] if field in OF_LAYERS else value
+        read = architecture_of(config).fields.get(field, field)
         with pytest.raises(CheckpointError, match=f"{field}: '{value}' is not supported"):
-            parse_config({**config, field: given})
+            parse_config({**config, read: given})
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_field_that_transformers_does_not_read_for_the_class_is_not_read(architecture):
+    config = make_config(architecture)
+    unread = {"scoring_func": "noaux_tc"}
+    unread |= {} if architecture == "deepseek_v2" else {"topk_method": "greedy"}
+    unread |= {} if architecture == "granite4" else {"position_embedding_type": "rope_gptj"}
+    assert repr(parse_config({**config, **unread})) == repr(parse_config(config))
 
 
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "gpt2"])
@@ -122,12 +130,17 @@ def test_rotations_of_layer_types_apply_before_fields_beside_them():
         ("bamba", {"time_step_limit": [0.1, "x"]}, "time_step_limit: config.json must hold two numbers"),
         ("bamba", {"time_step_limit": 1.0}, "time_step_limit: config.json must hold two numbers"),
         ("llama", {"rms_norm_eps": None}, "rms_norm_eps: config.json must hold a number of 0 or more, found None"),
-        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func: only 'sigmoid' is computed, found 'softmax'"),
+        ("deepseek_v2", {"topk_method": "by_token_id"}, "topk_method: 'by_token_id' is not supported"),
+        ("granite4", {"position_embedding_type": "alibi"}, "position_embedding_type: 'alibi' is not supported"),
         ("glm4_moe", {"n_group": 2}, "n_group: 2 does not divide the 9 experts"),
         ("glm4_moe", {"n_group": 9, "topk_group": 2}, "topk_group: 2 of 9 groups must hold the 3 experts of a token"),
         ("gemma", {"hidden_act": "silu"}, "hidden_act: 'silu' is not supported; only gelu_pytorch_tanh is computed"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm: True is not supported; only False"),
-        ("lfm2_moe", {"use_expert_bias": False}, "use_expert_bias: False is not supported; only True"),
+        (
+            "deepseek_v3",
+            {"q_lora_rank": None, "attention_bias": True},
+            "attention_bias: true is not supported without q",
+        ),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: 8.0 is not supported; only None"),
         ("gpt_oss", {"swiglu_limit": 10.0}, "swiglu_limit: 10.0 is not supported; only 7.0"),
         ("granite4", {"layer_types": ["attention", "conv"]}, "layer_types: 'conv' is not supported"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import MistralConfig
 
 from request_fields.fields import SamplingParams
+from tests.unit.engine.driver import Driver
 from tests.unit.engine.models import make_model
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.model_folder import BUNDLE_FILES, CheckpointError
@@ -108,6 +110,53 @@ def test_a_separate_head_with_tied_embeddings_is_refused(tmp_path):
     load(folder)  # equal to the embedding
     change_tensors(folder, lambda t: t["lm_head.weight"].add_(1.0))
     with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, but lm_head\.weight differs"):
+        load(folder)
+
+
+def test_a_tied_checkpoint_may_store_only_its_head(tmp_path):
+    folder = make_model(tmp_path, "llama", tie_word_embeddings=True, num_hidden_layers=1)
+    whole = logits_of(folder)
+    change_tensors(folder, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    assert torch.equal(logits_of(folder), whole)
+
+
+def logits_of(folder):
+    driver = Driver(load(folder))
+    driver.open(0, [5, 9, 2, 7, 7, 30, 100])
+    driver.prefill(0)
+    return driver.logits[0, 7]
+
+
+STACKED = ("qwen3_5_moe", "qwen3_next", "glm4_moe", "minimax_m2", "lfm2_moe", "nemotron_h", "mellum", "deepseek_v3")
+EXPERT_NAME = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+
+
+def stack_experts(tensors):
+    """The experts of a layer in one tensor, as transformers holds them."""
+    found = {}
+    for name in [name for name in tensors if EXPERT_NAME.fullmatch(name)]:
+        base, expert, linear = EXPERT_NAME.fullmatch(name).groups()
+        found.setdefault(base, {}).setdefault(linear, {})[int(expert)] = tensors.pop(name)
+    for base, linears in found.items():
+        parts = {linear: torch.stack([of[i] for i in sorted(of)]) for linear, of in linears.items()}
+        gate, up, down = (parts.get(old, parts.get(new)) for old, new in
+                          (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")))  # fmt: skip
+        tensors[f"{base}.down_proj"] = down
+        tensors[f"{base}.up_proj" if gate is None else f"{base}.gate_up_proj"] = (
+            up if gate is None else torch.cat((gate, up), 1)
+        )
+
+
+@pytest.mark.parametrize("architecture", STACKED)
+def test_experts_in_one_tensor_per_layer_load_as_single_ones(tmp_path, architecture):
+    folder = make_model(tmp_path, architecture)
+    single = logits_of(folder)
+    change_tensors(folder, stack_experts)
+    assert not any(EXPERT_NAME.fullmatch(name) for name in load_file(folder / "model.safetensors"))
+    assert torch.equal(logits_of(folder), single)
+    down = next(name for name in load_file(folder / "model.safetensors") if name.endswith("experts.down_proj"))
+    change_tensors(folder, lambda t: t.update({down: t[down][:, :, 1:].clone()}))
+    with pytest.raises(CheckpointError, match=r"down_proj.*has shape"):
         load(folder)
 
 

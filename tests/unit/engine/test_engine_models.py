@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -55,6 +56,8 @@ MODELS = {
         4,
         {"num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 70, "intermediate_size": 74},
     ),
+    "cwm-mlp-bias": ("cwm", 16, {"mlp_bias": True}),
+    "lfm2-moe-without-bias": ("lfm2_moe", 16, {"use_expert_bias": False}),
     # whole panels, so that one native call computes the pass
     "llama4-in-one-call": ("llama4", 16, {"intermediate_size": 64, "intermediate_size_mlp": 96}),
     "ernie4-moe-in-one-call": ("ernie4_5_moe", 8, {"moe_intermediate_size": 32}),
@@ -194,6 +197,18 @@ def test_names_of_llamas_that_transformers_computes_as_llama(tmp_path, rewrite_c
     driver.prefill(0, 16)
     driver.decode([0], 4)
     check_against(reference, driver, [0])
+
+
+def test_missing_layer_types_of_gemma4_are_those_of_transformers(tmp_path):
+    """The last layer attends to all tokens, whatever the pattern says."""
+    folder = make_model(tmp_path, "gemma4", num_hidden_layers=4, layer_types=None, num_kv_shared_layers=0)
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("layer_types") == [*["sliding_attention"] * 3, "full_attention"]
+    (folder / "config.json").write_text(json.dumps(config))
+    driver = Driver(load(folder))
+    driver.open(0, *prompts([60]))
+    driver.prefill(0)
+    check_against(load_reference(folder), driver, [0])
 
 
 def test_old_rope_fields_are_read(tmp_path, rewrite_config):

@@ -19,6 +19,7 @@ WindowRule = Literal[
     "all",
     "even",
     "pattern",
+    "pattern_then_full",
     "after_full",
     "chunked",
 ]

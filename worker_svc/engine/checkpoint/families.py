@@ -238,6 +238,7 @@ LLAMA4 = Architecture(
         "num_experts": 16,
         "num_experts_per_tok": 1,
         "n_shared_experts": 1,
+        "intermediate_size": 16384,
         "attention_chunk_size": 8192,
         "attn_temperature_tuning": True,
         "attn_scale": 0.1,
@@ -314,7 +315,7 @@ GEMMA4 = Architecture(
     "Gemma 4, text only",
     frozenset({"attention_scale", "sliding_window", "soft_caps", "kv_layouts", "experts", "experts_beside"}),
     qk_norm="head",
-    windows="pattern",
+    windows="pattern_then_full",
     experts=ExpertFamily(is_normalized=True, is_beside=True),
     scales_embedding=True,
     has_layer_shapes=True,
@@ -334,7 +335,7 @@ GEMMA4 = Architecture(
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
         },
     },
-    fixed={"use_bidirectional_attention": None, "attention_bias": False},
+    fixed={"use_bidirectional_attention": (None, "vision"), "attention_bias": False},  # vision: of images only
     fields={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
     names=replace(
         GEMMA_NAMES,
@@ -351,6 +352,7 @@ GEMMA3N = replace(
     models="Gemma 3n, text only",
     may_need=frozenset({"attention_scale", "sliding_window", "soft_caps", "kv_layouts"}),
     experts=None,
+    windows="pattern",
     has_streams=True,
     defaults={
         "hidden_act": "gelu_pytorch_tanh",
@@ -480,6 +482,7 @@ ARCHITECTURES = {
         WINDOWS,
         has_qkv_bias=False,
         has_o_bias=False,
+        has_mlp_bias=None,
         windows="after_full",
         defaults={
             "rms_norm_eps": 1e-5,
@@ -745,7 +748,6 @@ ARCHITECTURES = {
             "norm_topk_prob": True,
             "moe_intermediate_size": 1792,
         },
-        fixed={"use_expert_bias": True},
         fields={"first_k_dense_replace": "num_dense_layers"},
         names=replace(
             LFM2_NAMES,

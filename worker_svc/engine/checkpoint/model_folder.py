@@ -47,6 +47,12 @@ NESTED = {
     "model.embed_audio.": "embed_audio.",
 }
 
+RENAMED = {  # endings of names in older files, and in transformers' own fp8 files
+    ".LayerNorm.gamma": ".LayerNorm.weight",
+    ".LayerNorm.beta": ".LayerNorm.bias",
+    ".activation_scale": ".input_scale",
+}
+
 
 class CheckpointError(ValueError):
     """A model folder that cannot be served. The message names the file, field or tensor and says what to do."""
@@ -129,7 +135,10 @@ def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def tensor_name(stored: str) -> str:
-    """The name of a tensor without the nesting of models with a tower."""
+    """The name of a tensor without the nesting of models with a tower, in its present spelling."""
+    for ending, present in RENAMED.items():
+        if stored.endswith(ending):
+            stored = stored.removesuffix(ending) + present
     for prefix, short in NESTED.items():
         if stored.startswith(prefix):
             return short + stored.removeprefix(prefix)

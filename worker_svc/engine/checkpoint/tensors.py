@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import xxhash
@@ -26,6 +26,7 @@ from worker_svc.engine.checkpoint.model_folder import (
 
 GENERATION_FILE = "generation_config.json"
 CHUNK_BYTES = 2 << 20  # digested by one thread at a time
+View: TypeAlias = tuple[str, tuple[int | slice, ...]]  # a tensor, and the index of a part of it; empty: all
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,9 +51,25 @@ class Checkpoint:
         self._stored_name = {tensor_name(name): name for name, _ in stored}
         self._digest: WeightsDigest | None = None
         self._update_of: dict[str, Path] = {}  # the update of each tensor that is not the folder's
+        self._views: dict[str, View] = {}
         self._check_index()
+        self._rename_scales()
         for path in updates:
             self._replace(path)
+
+    def _rename_scales(self) -> None:
+        """transformers names the scale of a whole tensor like those of blocks."""
+        for name in [name for name in self._file_of if name.endswith(".weight_scale_inv")]:
+            if self.shape(name) in ((), (1,)):
+                present = name.removesuffix("_inv")
+                self._file_of[present], self._stored_name[present] = (
+                    self._file_of.pop(name),
+                    self._stored_name.pop(name),
+                )
+
+    def add_views(self, views: Mapping[str, View]) -> None:
+        """Parts of tensors, or tensors, by the names under which they are read from now on."""
+        self._views.update(views)
 
     def _replace(self, path: Path) -> None:
         """Take the tensors of this file from now on. Raises CheckpointError naming the tensor that does not fit."""
@@ -90,15 +107,20 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor; raises CheckpointError if it is missing."""
-        self._require(name)
-        return tuple(self._file_of[name].get_slice(self._stored_name[name]).get_shape())
+        stored, part = self._views.get(name, (name, ()))
+        self._require(stored)
+        shape = tuple(self._file_of[stored].get_slice(self._stored_name[stored]).get_shape())
+        return tuple(torch.empty(shape, device="meta")[part].shape) if part else shape
 
     def has(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._file_of or name in self._views
 
     def has_float(self, name: str) -> bool:
         """Whether there is such a tensor, in a float type."""
-        return self.has(name) and self._file_of[name].get_slice(self._stored_name[name]).get_dtype() in WEIGHT_DTYPES
+        stored, _ = self._views.get(name, (name, ()))
+        return (
+            self.has(name) and self._file_of[stored].get_slice(self._stored_name[stored]).get_dtype() in WEIGHT_DTYPES
+        )
 
     def tensor(
         self,
@@ -115,13 +137,14 @@ class Checkpoint:
                 f"tensor {name} has shape {list(found)}, but config.json requires {list(shape)}; "
                 "the weights and config.json belong to different models"
             )
-        tensor: torch.Tensor = self._file_of[name].get_tensor(self._stored_name[name])
+        view, part = self._views.get(name, (name, ()))
+        tensor: torch.Tensor = self._file_of[view].get_tensor(self._stored_name[view])[part]
         if tensor.dtype not in stored:
             raise CheckpointError(
                 f"tensor {name} is stored as {_dtype_name(tensor.dtype)}, but config.json requires "
                 f"{' or '.join(map(_dtype_name, stored))}; the weights and config.json belong to different models"
             )
-        if self._digest is not None:
+        if self._digest is not None and view == name:
             self._digest.add(name, tensor)
         return tensor if dtype is None else tensor.to(dtype)
 
@@ -129,13 +152,14 @@ class Checkpoint:
         """Raises CheckpointError unless the tensors are exactly `expected`; names that end in one of `ignored` or begin
         with one of `unread` are allowed."""
         wanted, endings, starts = set(expected), tuple(ignored), tuple(unread)
-        missing = sorted(wanted - self._file_of.keys())
+        found = self._file_of.keys() - {stored for stored, _ in self._views.values()} | self._views.keys()
+        missing = sorted(wanted - found)
         if missing:
             raise CheckpointError(
                 f"{len(missing)} tensors are missing, first {missing[0]}; "
                 f"the download of {self.folder} is incomplete or config.json belongs to another model"
             )
-        others = self._file_of.keys() - wanted
+        others = found - wanted
         unexpected = sorted(name for name in others if not (name.endswith(endings) or name.startswith(starts)))
         if unexpected:
             shape = list(self.shape(unexpected[0]))

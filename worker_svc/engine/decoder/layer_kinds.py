@@ -80,6 +80,7 @@ def layer_kinds(config: dict[str, Any], architecture: Architecture, count: int) 
     if kinds is not None:
         check_length("layer_types", kinds, count)
         named = [_kind_of(kind, architecture) for kind in kinds]
+        named[-1:] = [FULL] if rule == "pattern_then_full" else named[-1:]
         return window, [FULL if kind == SLIDING and window is None else kind for kind in named]
     if architecture.layers == "beside":
         return window, [FULL] * count
@@ -95,7 +96,7 @@ def layer_kinds(config: dict[str, Any], architecture: Architecture, count: int) 
     if rule == "chunked":
         is_chunked = listed_rotations(config)
         return window, [CHUNKED if is_chunked(index) else FULL for index in range(count)]
-    has_window = WINDOW_RULES[rule](config)
+    has_window = WINDOW_RULES[rule](config, count)
     return window, [SLIDING if window is not None and has_window(index) else FULL for index in range(count)]
 
 
@@ -109,17 +110,20 @@ def _kind_of(name: object, architecture: Architecture) -> str:
     return kind
 
 
-WINDOW_RULES: dict[str, Callable[[dict[str, Any]], Callable[[int], bool]]] = {
-    "none": lambda config: lambda index: False,
-    "all": lambda config: lambda index: True,
-    "opt_in": lambda config: lambda index: index >= config.get("max_window_layers", 28),
-    "opt_in_all": lambda config: lambda index: True,
-    "opt_in_even": lambda config: lambda index: index % 2 == 0 and index < config.get("max_window_layers", 28),
-    "opt_in_unrotated": lambda config: lambda index: not listed_rotations(config)(index),
-    "last": lambda config: lambda index: index >= config["max_window_layers"],
-    "even": lambda config: lambda index: index % 2 == 0,
-    "after_full": lambda config: lambda index: bool(index % 4),
-    "pattern": lambda config: lambda index: bool((index + 1) % size_of(config, "sliding_window_pattern")),
+WINDOW_RULES: dict[str, Callable[[dict[str, Any], int], Callable[[int], bool]]] = {
+    "none": lambda config, count: lambda index: False,
+    "all": lambda config, count: lambda index: True,
+    "opt_in": lambda config, count: lambda index: index >= config.get("max_window_layers", 28),
+    "opt_in_all": lambda config, count: lambda index: True,
+    "opt_in_even": lambda config, count: lambda index: index % 2 == 0 and index < config.get("max_window_layers", 28),
+    "opt_in_unrotated": lambda config, count: lambda index: not listed_rotations(config)(index),
+    "last": lambda config, count: lambda index: index >= config["max_window_layers"],
+    "even": lambda config, count: lambda index: index % 2 == 0,
+    "after_full": lambda config, count: lambda index: bool(index % 4),
+    "pattern": lambda config, count: lambda index: bool((index + 1) % size_of(config, "sliding_window_pattern")),
+    "pattern_then_full": lambda config, count: (
+        lambda index: index < count - 1 and WINDOW_RULES["pattern"](config, count)(index)
+    ),
 }
 
 

@@ -51,7 +51,6 @@ ACTIVATIONS = {
     "relu2": "relu2",
 }
 GROUP_METHODS = {"greedy": False, "group_limited_greedy": True, "noaux_tc": True}  # whether experts are in groups
-SCORES = {"softmax": False, "sigmoid": True}
 RECURRENCES: Mapping[RecurrenceName, Callable[[Mapping[str, Any]], Recurrence]] = {
     "gated_delta": gated_delta,
     "mamba2": mamba2,
@@ -60,18 +59,17 @@ RECURRENCES: Mapping[RecurrenceName, Callable[[Mapping[str, Any]], Recurrence]] 
 CHOICES: dict[str, Mapping[str, object]] = {
     "hidden_act": ACTIVATIONS,
     "mlp_layer_types": MLP_KINDS,
-    "position_embedding_type": dict.fromkeys(("rope", "nope")),
-    "scoring_func": SCORES,
-    "topk_method": dict.fromkeys(("greedy", "group_limited_greedy", "noaux_tc")),
+    "topk_method": GROUP_METHODS,
 }
+OF_SOME_ROWS = frozenset({"topk_method"})  # read only by rows that have a default
 
 
 def parse_config(config: dict[str, Any]) -> ModelConfig:
     """Reads config.json. Raises CheckpointError naming the field for anything that is not supported."""
     architecture = architecture_of(config)
     check_types(config)
-    _check_choices(config)
     config = _completed(config, architecture)
+    _check_choices(config)
     latents = _latents(config, architecture)
     heads = _heads(config) if latents is None else _latent_heads(latents)
     attention_bias = bool(config.get("attention_bias", False))
@@ -119,8 +117,7 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
 
 
 def _check_choices(config: dict[str, Any]) -> None:
-    """Raises CheckpointError for a value that would change what is computed and is not known, whether the architecture
-    reads it or not."""
+    """Raises CheckpointError for a value that would change what is computed and is not known."""
     for field, known in CHOICES.items():
         given = config.get(field)
         for value in given if isinstance(given, list) else [given]:
@@ -142,7 +139,8 @@ def _completed(config: dict[str, Any], architecture: Architecture) -> dict[str, 
     completed = {**architecture.defaults, **config, **renamed}
     if architecture.layers == "single":
         completed |= blocks(completed)
-    return {field: value for field, value in completed.items() if field not in architecture.ignored}
+    ignored = architecture.ignored | (OF_SOME_ROWS - architecture.defaults.keys())
+    return {field: value for field, value in completed.items() if field not in ignored}
 
 
 def _factors(config: dict[str, Any]) -> dict[str, tuple[float, ...]]:
@@ -407,8 +405,6 @@ def _experts(config: dict[str, Any], family: ExpertFamily) -> Experts:
         raise CheckpointError(f"num_experts_per_tok: {top_k} is above the number of experts, {num_experts}")
     num_groups, top_groups = _groups(config, num_experts, top_k)
     is_sigmoid = family.scores == "sigmoid"
-    if choice_of(config.get("scoring_func", family.scores), SCORES, "scoring_func") != is_sigmoid:
-        raise CheckpointError(f"scoring_func: only {family.scores!r} is computed, found {config['scoring_func']!r}")
     shared_inner = _shared_inner(config) if family.shared != "none" else 0
     is_normalized = family.is_normalized
     routing = Routing(
@@ -424,7 +420,7 @@ def _experts(config: dict[str, Any], family: ExpertFamily) -> Experts:
         scales_inputs=family.scales_inputs,
         is_float32=family.has_float32_router,
     )
-    return Experts(routing, family.has_correction, shared_inner)
+    return Experts(routing, family.has_correction and bool(config.get("use_expert_bias", True)), shared_inner)
 
 
 def _groups(config: dict[str, Any], num_experts: int, top_k: int) -> tuple[int, int]:

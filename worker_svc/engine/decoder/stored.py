@@ -9,6 +9,7 @@ import torch
 
 from worker_svc.engine.backend import HeadShape, Routing
 from worker_svc.engine.checkpoint.architecture import RecurrentNames, Role
+from worker_svc.engine.checkpoint.tensors import Checkpoint, View
 from worker_svc.engine.decoder import latents
 from worker_svc.engine.decoder.config import LayerSpec, ModelConfig
 from worker_svc.engine.decoder.latents import LatentSpec
@@ -105,6 +106,29 @@ class StoredLayers:
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         self._names = config.names
+
+    def expert_views(self, checkpoint: Checkpoint) -> dict[str, View]:
+        """The experts by the row's names, where a checkpoint has those of a layer in one tensor [experts, out, in], as
+        in transformers. Raises CheckpointError for another shape."""
+        names, hidden = self._names, self._config.hidden_size
+        views: dict[str, View] = {}
+        *gates, down = names.expert_linears
+        joined = "gate_up_proj" if len(gates) > 1 else gates[0]
+        for index, layer in enumerate(self._config.layers):
+            prefix = names.layer.format(index)
+            for stack in (prefix + names.experts.partition("{}")[0], f"{prefix}mlp.experts."):
+                if layer.experts is None or names.stacked_experts or not checkpoint.has(stack + joined):
+                    continue
+                count, width = layer.experts.routing.num_experts, layer.inner
+                checkpoint.tensor(stack + joined, (count, len(gates) * width, hidden), None)
+                checkpoint.tensor(f"{stack}down_proj", (count, hidden, width), None)
+                for expert in range(count):
+                    own = prefix + names.experts.format(expert)
+                    for i, gate in enumerate(gates):
+                        rows = slice(i * width, (i + 1) * width)
+                        views[f"{own}{gate}.weight"] = f"{stack}{joined}", (expert, rows)
+                    views[f"{own}{down}.weight"] = f"{stack}down_proj", (expert,)
+        return views
 
     def head(self) -> Stored:
         """The layer from hidden states to logits."""

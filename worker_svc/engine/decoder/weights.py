@@ -75,6 +75,10 @@ class WeightLoader:
         self._backend = backend
         self._dtype = dtype
         self._scratch = torch.empty(0, dtype=dtype)  # joined matrices, if the backend copies them
+        checkpoint.add_views(self._stored.expert_views(checkpoint))
+        embedding, head = f"{self._names.embedding}.weight", f"{self._names.head}.weight"
+        if config.is_tied and checkpoint.has(head) and not checkpoint.has(embedding):
+            checkpoint.add_views({embedding: (head, ())})
 
     def check(self) -> None:
         """Raises CheckpointError unless the checkpoint has all tensors and no others."""
