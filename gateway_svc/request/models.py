@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 MAX_CACHED_BUNDLES = 16
 # In a revision, before the digest of the gateway's chat templates, of the adapter, and the version of updated weights.
 TEMPLATES_MARK, ADAPTER_MARK, WEIGHTS_MARK = "~+@"
-MAX_DIGITS = 20  # of a uint64
+MAX_DIGITS = 20  # digits of a uint64
 SMALL_PROMPT_BYTES = 4096  # prompts up to this size are tokenized before their length is checked
 
 

@@ -78,7 +78,7 @@ class ModelText:
     tokenizer_json: bytes = b""
     pooling: PoolingText = field(default_factory=PoolingText)
     preprocessor: str = ""  # settings of the image processor as JSON; empty: the model has none
-    templates_digest: str = ""  # of the templates that replace the model's own; empty: there are none
+    templates_digest: str = ""  # digest of the templates that replace those of the model; empty: there are none
 
 
 def model_text_from_files(files: Mapping[str, bytes], templates: Mapping[str, str] | None = None) -> ModelText:

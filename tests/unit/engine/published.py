@@ -45,7 +45,7 @@ class Published:
     config: Mapping[str, Any]
     tensors: Mapping[str, tuple[str, ...]]  # by kind of layer; "": of no layer, "*": of every layer
     kinds: Mapping[str, range | list[int]] = field(default_factory=dict)  # the layers of each kind
-    layers: int = 4  # that are kept
+    layers: int = 4  # number of layers in small
     small: Mapping[str, Any] = field(default_factory=dict)  # other small values
     sizes: Mapping[str, int] = field(default_factory=dict)  # further symbols
     is_derived: bool = False
