@@ -116,13 +116,27 @@ def _decoded(data: bytes, max_pixels: int) -> Image.Image:
                     "gateway); send a smaller image"
                 )
             image.load()
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return _opaque(ImageOps.exif_transpose(image))
     except UnidentifiedImageError:
         raise BadImageError(f"is not an image in one of the formats {', '.join(FORMATS)}") from None
     except BadImageError:
         raise
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, OverflowError) as error:  # Pillow's errors
         raise BadImageError(f"is damaged: {type(error).__name__}: {error}") from None
+
+
+def _opaque(image: Image.Image) -> Image.Image:
+    """The image as RGB: on white where it is transparent, as browsers show it, and 16 bits of grey scaled to 8."""
+    import numpy as np
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        grey = (np.asarray(image).astype(np.uint32) + 128) // 257
+        return Image.fromarray(grey.clip(0, 255).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
 
 
 def _load_modules() -> None:

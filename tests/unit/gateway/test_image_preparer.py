@@ -50,7 +50,6 @@ async def test_pixels_equal_those_of_the_image_processor(preparer: ImagePreparer
     images = [
         encoded(picture(70, 50)),
         encoded(picture(300, 41), "JPEG", quality=80, exif=turned),
-        encoded(picture(33, 90, "RGBA"), "WEBP"),
         encoded(picture(40, 40, "L"), "PNG"),
         encoded(picture(64, 64, "L").convert("P"), "GIF", save_all=True, append_images=[picture(64, 64, "L", 1)]),
         encoded(picture(12, 7), "PNG"),  # is enlarged
@@ -63,6 +62,43 @@ async def test_pixels_equal_those_of_the_image_processor(preparer: ImagePreparer
         assert [1, found.height, found.width] == expected["image_grid_thw"][0].tolist()
         assert np.array_equal(pixel_values(found), expected["pixel_values"])
         assert found.num_tokens(IMAGE_INFO) == found.height * found.width // 4
+
+
+async def test_a_transparent_image_is_shown_on_white(preparer: ImagePreparer) -> None:
+    """Each kind of transparency gives the pixels of the composed image, whatever colour is hidden."""
+    model, size = image_model(PREPROCESSOR), (40, 40)
+    mask = Image.new("L", size, 0)
+    mask.paste(255, (8, 8, 24, 30))
+    black = Image.new("RGBA", size, (0, 0, 0, 0))
+    black.paste((0, 0, 0, 255), mask=mask)
+    hidden = Image.new("RGBA", size, (200, 30, 40, 0))
+    hidden.paste((0, 0, 0, 255), mask=mask)
+    palette = Image.eval(mask, lambda value: 1 if value else 0).convert("P")
+    palette.putpalette([255, 0, 0, 0, 0, 0])
+    grey = Image.eval(mask, lambda value: 0 if value else 77)
+    images = [
+        encoded(black, "PNG"),
+        encoded(hidden, "PNG"),
+        encoded(hidden, "WEBP", lossless=True, exact=True),
+        encoded(hidden.convert("LA"), "PNG"),
+        encoded(palette, "PNG", transparency=0),
+        encoded(palette, "GIF", transparency=0),
+        encoded(grey, "PNG", transparency=77),
+        encoded(Image.merge("RGB", [grey] * 3), "PNG", transparency=(77, 77, 77)),
+    ]
+    (expected,) = await preparer.prepare(given(encoded(Image.eval(mask, lambda value: 255 - value))), model)
+    for data in images:
+        (found,) = await preparer.prepare(given(data), model)
+        assert found.data == expected.data
+
+
+async def test_16_bits_of_grey_are_scaled(preparer: ImagePreparer) -> None:
+    model = image_model(PREPROCESSOR)
+    grey = np.arange(1600, dtype=np.uint16).reshape(40, 40) * 40
+    (found,) = await preparer.prepare(given(encoded(Image.fromarray(grey))), model)
+    levels = Image.fromarray((grey / 257).round().astype(np.uint8))
+    (expected,) = await preparer.prepare(given(encoded(levels)), model)
+    assert found.data == expected.data
 
 
 BAD = {
