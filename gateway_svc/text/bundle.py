@@ -1,7 +1,7 @@
 """The tokenizer and chat template of a model, built from the files of its bundle.
 
     tokenizer.json               needed for text; without it a model accepts and returns token ids only
-    tokenizer_config.json        special tokens, add_bos_token, chat_template
+    tokenizer_config.json        special tokens, chat_template
     special_tokens_map.json      special tokens of older checkpoints
     chat_template.jinja          overrides chat_template.json, which overrides tokenizer_config.json
     additional_chat_templates/   named templates, e.g. tool_use
@@ -21,7 +21,6 @@ from typing import Any, TypedDict
 import xxhash
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
-from tokenizers.processors import TemplateProcessing
 
 from gateway_svc.text.chat import ChatTemplateError
 from gateway_svc.text.chat_format import detect_format
@@ -127,8 +126,9 @@ def _labels(files: Mapping[str, bytes]) -> dict[int, str]:
 class Tokenizer:
     """Converts between text and token ids for one model. Thread-safe."""
 
-    def __init__(self, backend: Backend, templates: Mapping[str, str]) -> None:
+    def __init__(self, backend: Backend, templates: Mapping[str, str], *, is_continued: bool = True) -> None:
         self._backend = backend
+        self._num_after = _num_after(backend) if is_continued else 0  # special tokens behind a text that are left out
         self._cutting: dict[int, Backend] = {}
         self.templates = dict(templates)  # sources of the chat templates, by name
         self._formats = {name: detect_format(source, self.has_token) for name, source in templates.items()}
@@ -149,10 +149,10 @@ class Tokenizer:
         backend.no_padding()
         named = _named_tokens({**legacy, **config})
         _add_missing_tokens(backend, named, {**legacy, **config})
-        _update_post_processor(backend, config, named)
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
         sources = {**_template_sources(files, config), **(templates or {})}
-        return cls(backend, sources)
+        is_continued = not _json_object(files, "config.json").get("is_encoder_decoder")
+        return cls(backend, sources, is_continued=is_continued)
 
     @property
     def has_chat_template(self) -> bool:
@@ -168,14 +168,16 @@ class Tokenizer:
         return [self._backend.id_to_token(id_) or "" for id_ in ids]
 
     def encode(self, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
-        """Token ids of a text. Special tokens in the text become their ids, as in transformers.
+        """Token ids of a text. Special tokens in the text become their ids, as in transformers. A text that the model
+        continues has none of those that tokenizer.json puts behind it, such as EOS.
 
         Raises TooManyTokensError for a text that has far more than `most` tokens.
         """
         if most is not None and len(text) > LONG_CHARS * most:
             self._check_parts(text, most)
         # Only the library's batch calls release the GIL, and a long text takes seconds.
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids[: -self._num_after] if self._num_after and add_special_tokens else ids
 
     def _check_parts(self, text: str, most: int) -> None:
         """Count the tokens of a text part by part: a token takes 130 bytes while it is made."""
@@ -299,21 +301,15 @@ def _add_missing_tokens(backend: Backend, named: Mapping[str, str], config: Mapp
             backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
 
 
+def _num_after(backend: Backend) -> int:
+    """The number of special tokens that the post-processor puts behind a text."""
+    mask: list[int] = backend.encode("a").special_tokens_mask
+    return mask[::-1].index(0) if 0 in mask else 0
+
+
 def _added_token(entry: Mapping[str, Any]) -> AddedToken:
     flags = {key: bool(entry[key]) for key in ("single_word", "lstrip", "rstrip", "normalized") if key in entry}
     return AddedToken(str(entry["content"]), special=bool(entry.get("special", False)), **flags)
-
-
-def _update_post_processor(backend: Backend, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Apply add_bos_token and add_eos_token of the configuration; they take precedence over tokenizer.json."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = named.get("bos_token") if config.get("add_bos_token") else None
-    eos = named.get("eos_token") if config.get("add_eos_token") else None
-    tokens = [(token, backend.token_to_id(token)) for token in (bos, eos) if token]
-    single = " ".join([*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])])
-    pair = f"{single}{f' {bos}:1' if bos else ''} $B:1{f' {eos}:1' if eos else ''}"
-    backend.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=tokens)
 
 
 def _inline_sources(value: Any) -> dict[str, str]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import transformers
 import xxhash
 from quire.v1 import inference_pb2 as pb
 from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
 
 from gateway_svc.request.models import read_bundle
 from gateway_svc.text.bundle import BundleError, Tokenizer, TooManyTokensError, model_text_from_files
@@ -23,11 +26,30 @@ def test_begin_of_text_is_added_if_the_tokenizer_adds_it() -> None:
     assert tokenizer.encode("Hello", add_special_tokens=False)[0] != 1
 
 
-@pytest.mark.parametrize(("config", "begins"), [({"add_bos_token": True}, True), ({"add_bos_token": False}, False)])
-def test_add_bos_token_overrides_the_post_processor(config: dict[str, bool], begins: bool) -> None:
-    files = bundle_files(byte_fallback(), {"bos_token": "<s>", **config})
-    ids = Tokenizer.from_files(files).encode("Hello", add_special_tokens=True)
-    assert (ids[0] == 1) == begins
+FLAGS = [{f"add_{side}_token": value for side, value in zip(("bos", "eos"), values, strict=True)}
+         for values in ((True, False), (False, True), (False, False), (True, True))]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", [{}, *FLAGS])
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "LlamaTokenizerFast"])
+def test_ids_are_those_of_transformers_without_eos_behind_the_text(
+    tmp_path: Path, flags: dict[str, bool], name: str
+) -> None:
+    """transformers 5 reads no `add_bos_token` and `add_eos_token` where there is a tokenizer.json."""
+    config = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": name, **flags}
+    backend = byte_fallback()
+    for single in ("<s> $A", "$A", "<s> $A </s>"):
+        backend.post_processor = TemplateProcessing(single=single, special_tokens=[("<s>", 1), ("</s>", 2)])
+        files = bundle_files(backend, config)
+        for file, data in files.items():
+            (tmp_path / file).write_bytes(data)
+        expected = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)("Hello").input_ids
+        found = Tokenizer.from_files(files)
+        assert found.encode("Hello", add_special_tokens=True) == [id_ for id_ in expected if id_ != 2]
+        assert found.encode("Hello</s>", add_special_tokens=True)[-1] == 2, "the caller's own"
+        assert found.encode_cut("Hello", None) == expected, "an embedding"
+        encoder = Tokenizer.from_files(files | {"config.json": b'{"is_encoder_decoder": true}'})
+        assert encoder.encode("Hello", add_special_tokens=True) == expected
 
 
 def test_special_tokens_of_the_configuration_are_added() -> None:
@@ -69,7 +91,6 @@ def test_an_invalid_file_is_named(name: str, data: bytes, words: str) -> None:
         ({"chat_template": [{"template": "x"}]}, "KeyError: 'name'"),
         ({"extra_special_tokens": 5}, "TypeError"),
         ({"added_tokens_decoder": [1]}, "AttributeError"),
-        ({"add_bos_token": True, "bos_token": "a b"}, "ValueError"),
     ],
 )
 def test_a_setting_of_an_unexpected_type_is_named(config: dict[str, Any], words: str) -> None:
