@@ -11,6 +11,7 @@ from contextlib import aclosing
 from typing import Any
 
 from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -181,14 +182,17 @@ class Handlers:
 
     async def _parts_of(self, request: pb.GenerateRequest, asked: Generation) -> PromptParts:
         """The parts of the prompt that the answer repeats: text for echo, token ids for return_token_ids."""
-        echo = await self._text_of(request) if asked.has_echo else ""
-        if not asked.returns_token_ids or request.prompt.HasField("embeddings") or has_images(request.prompt.chat):
-            return PromptParts(echo)
-        tokens = await self._servicer.tokenize(pb.TokenizeRequest(model=request.model, prompt=request.prompt))
-        return PromptParts(echo, list(tokens.ids))
+        prompt, cut, ids = request.prompt, request.truncate_prompt_tokens, None
+        has_ids = asked.returns_token_ids and not (prompt.HasField("embeddings") or has_images(prompt.chat))
+        if has_ids or (cut and asked.has_echo):
+            ids = list((await self._servicer.tokenize(pb.TokenizeRequest(model=request.model, prompt=prompt))).ids)
+            if cut and len(ids) > cut:  # the rest is not computed
+                ids = ids[-cut:]
+                prompt = pb.Prompt(tokens=types.TokenIds(ids=ids))
+        echo = await self._text_of(request, prompt) if asked.has_echo else ""
+        return PromptParts(echo, ids if has_ids else None)
 
-    async def _text_of(self, request: pb.GenerateRequest) -> str:
-        prompt = request.prompt
+    async def _text_of(self, request: pb.GenerateRequest, prompt: pb.Prompt) -> str:
         if prompt.HasField("text"):
             return prompt.text
         try:

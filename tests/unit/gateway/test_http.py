@@ -8,6 +8,7 @@ import gc
 import io
 import json
 import weakref
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,29 @@ async def test_echo_of_token_ids(http: HttpGateway, scheduler: FakeScheduler) ->
     status, _, answer = await http.post(COMPLETIONS, {"prompt": [9999], "echo": True})
     assert (status, answer["error"]["param"]) == (400, "prompt")
     assert answer["error"]["message"].startswith("prompt holds token id 9999")
+
+
+@pytest.mark.parametrize("prompt", [ids_of("one two three"), "one two three"])
+async def test_a_truncated_prompt_is_returned_as_it_is_computed(
+    http: HttpGateway, scheduler: FakeScheduler, prompt: Any
+) -> None:
+    scheduler.play(ids_of(" you"))
+    kept = ids_of("one two three")[-3:]
+    body = {"prompt": prompt, "truncate_prompt_tokens": 3, "return_token_ids": True, "echo": True}
+    _, _, answer = await http.post(COMPLETIONS, body)
+    (choice,) = answer["choices"]
+    shown = TOKENIZER.decode(kept)
+    assert (choice["prompt_token_ids"], choice["text"]) == (kept, f"{shown} you")
+    assert list(array("I", scheduler.submits[-1].prompt_token_ids)) == kept
+    chunks = await http.stream(COMPLETIONS, body)
+    assert (chunks[0]["choices"][0]["prompt_token_ids"], texts(chunks, 0)) == (kept, f"{shown} you")
+    _, _, answer = await http.post(COMPLETIONS, {**body, "truncate_prompt_tokens": 99})
+    assert answer["choices"][0]["prompt_token_ids"] == ids_of("one two three")
+    _, _, answer = await http.post(CHAT, {**HELLO, "truncate_prompt_tokens": 1, "return_token_ids": True})
+    assert answer["prompt_token_ids"] == ids_of("hello")[-1:]
+    rollout = {"token_ids": ids_of("one two three"), "sampling_params": {"truncate_prompt_tokens": 3}}
+    _, _, answer = await http.post("/inference/v1/generate", rollout)
+    assert answer["prompt_token_ids"] == kept
 
 
 async def test_token_ids_of_prompt_and_output(http: HttpGateway, scheduler: FakeScheduler) -> None:
