@@ -14,18 +14,18 @@ log = logging.getLogger(__name__)
 # num_blocks and max_num_seqs may differ between workers; these may not.
 SHARED_FACTS = (
     "model",
-    "dtype",  # dtype to weights_digest are checked before the revision: it depends on them, but does not explain them
+    "dtype",  # dtype to bundle_digest are checked before the revision: it depends on them, but does not explain them
     "quantization",
     "kv_cache_dtype",
     "determinism",
     "numerics",  # compared for exact workers only
     "weights_digest",
+    "bundle_digest",
     "revision",
     "block_size",
     "max_model_len",
     "attention_window",
     "vocab_size",
-    "bundle_digest",
     "eos_token_ids",
     "encoder",
 )
