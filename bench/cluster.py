@@ -11,7 +11,8 @@ of the prompt's blocks of 512 tokens. The last line is one JSON object:
     {"chat": {"ours": {"hit": .., "ttft_p50_s": .., "ttft_p90_s": ..}, .., "hit_of_pooled": .., "p90_of_least": ..}, ..}
 
 `hit` is the fraction of all prompt tokens that came from a cache, `place_us` the thread CPU time of the passes over the
-queue per request, `most_waiting` the longest queue: `--speed 10` lets the same requests arrive ten times as fast.
+queue per request, admissions included, `most_waiting` the longest queue: `--speed 10` lets the same requests arrive ten
+times as fast.
 `pooled` is one imaginary worker with the speed and memory of all workers and a plain LRU cache: its hit rate is the
 reference; its times cannot be reached. `hit_of_oracle` compares with the best that any eviction could reach with the
 memory of all workers (Belady: the block that is used last in the future goes first), in the order of arrivals.

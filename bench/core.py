@@ -10,8 +10,10 @@ they free a block for each one that they take. `step_us_drafts`: all rows specul
 become tokens. `step_us_churn`: in every step one sequence ends and another, whose
 prompt of 64 tokens is new, takes its place. `short_us`: time per request of short requests on one worker, of which 8
 begin and 8 end in every step (64 new prompt tokens, one output token), messages included. `admit_us_full` is `admit_us`
-with pools full of cached prefixes, as they are after the first minutes, so that each prompt evicts some. Figures are
-floors: the lowest of several tenth percentiles of thread CPU time. The last line is one JSON object.
+with pools full of cached prefixes, as they are after the first minutes, so that each prompt evicts some.
+`step_us_short_of_blocks` and `.._rows`: a step of one of 4 workers with 256 rows each, of which 2 end in every step
+while 1,000 requests wait (`moves`: and blocks move between the workers), a mean. Other figures are floors: the lowest
+of several tenth percentiles of thread CPU time. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from quire.internal.v1 import worker_pb2
 
 from bench.machine import StealMeter, describe
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import WorkerCapacity, split_deltas
+from scheduler_svc.core.messages import BlockMovement, WorkerCapacity, split_deltas
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 from scheduler_svc.gateways import wire
@@ -212,6 +214,65 @@ def short_us(repeats: int) -> float:
     return round(min(floors) / ShortRequests.NUM_ARRIVALS, 1)
 
 
+class FullWorkers:
+    """Workers whose rows, or whose blocks, are all in use while requests wait. In each step of one of them, two rows
+    end and two requests arrive.
+    """
+
+    NUM_WORKERS, NUM_ROWS, NUM_WAITING, BLOCK_SIZE, BLOCKS_OF_ROW = 4, 256, 1000, 16, 36
+
+    def __init__(self, *, is_short_of_blocks: bool, has_moves: bool = False) -> None:
+        self._rng, self._num_added = np.random.default_rng(0), 0
+        num_rows = self.NUM_ROWS // (2 if is_short_of_blocks else 1)
+        self.scheduler = Scheduler(SchedulerConfig(eos_token_ids=frozenset({EOS}), max_waiting=10_000))
+        movement = BlockMovement(b"layout", 1 << 20, can_transfer=True) if has_moves else None
+        num_blocks = self.BLOCKS_OF_ROW * (num_rows if is_short_of_blocks else 4 * num_rows)
+        for i in range(self.NUM_WORKERS):
+            sizes = num_blocks, self.BLOCK_SIZE, self.NUM_ROWS, 8192, 4096
+            self.scheduler.add_worker(WorkerCapacity(f"w{i}", 1, *sizes, movement=movement))
+        self._batches = {f"w{i}": list[StepBatch]() for i in range(self.NUM_WORKERS)}
+        self._add(self.NUM_WORKERS * num_rows + self.NUM_WAITING)
+        self._now = 0.0
+        self._turn(0.0)
+        for _ in range(self.NUM_WORKERS * num_rows):  # until rows end one after the other
+            self.step()
+
+    def _add(self, count: int) -> None:
+        for prompt in self._rng.integers(3, 50_000, (count, 512), dtype=np.uint32):
+            self._num_added += 1
+            add(self.scheduler, str(self._num_added), prompt, 512)
+
+    def step(self) -> None:
+        """Answer one worker, in which the two oldest rows end, and send it its next step."""
+        name = f"w{self._num_added // 2 % self.NUM_WORKERS}"
+        batch = self._batches[name].pop(0)
+        rows = batch.rows[batch.sample_mask]
+        token_ids = np.full(len(rows), 7, dtype=np.uint32)
+        oldest = self.scheduler._workers[name].rows.active()[:2]
+        token_ids[np.isin(rows, oldest)] = EOS
+        self._add(2)
+        self._now += 0.02 / self.NUM_WORKERS
+        start = time.thread_time_ns()
+        self.scheduler.update(StepOutput(batch.step_id, rows, token_ids, worker_id=name), self._now)
+        self._turn(self._now)
+        self.spent_ns = time.thread_time_ns() - start
+
+    def _turn(self, now: float) -> None:
+        for batch in self.scheduler.schedule(now):
+            self._batches[batch.worker_id].append(batch)
+        for move in self.scheduler.moves.take_moves():
+            self.scheduler.end_move(move.move_id, move.num_items, 0.001, now)
+
+
+def full_step_us(*, is_short_of_blocks: bool, has_moves: bool = False) -> float:
+    """Mean of a step of `FullWorkers`, because passes over the queue are not in every step."""
+    full, spent = FullWorkers(is_short_of_blocks=is_short_of_blocks, has_moves=has_moves), 0
+    for _ in range(STEPS):
+        full.step()
+        spent += full.spent_ns
+    return round(spent / STEPS / 1000, 1)
+
+
 def answer_all(scheduler: Scheduler, batches: list[StepBatch]) -> None:
     while batches:
         for batch in batches:
@@ -251,6 +312,9 @@ def main() -> None:
         "128_tokens": admit_us(0, repeats, num_tokens=128),
     }
     figures["admit_us_full"] = {key: admit_us(n, repeats, is_full=True) for key, n in (("cold", 0), ("hit90", 3680))}
+    full = {key: {"has_moves": key == "moves"} for key in ("plain", "moves")}
+    figures["step_us_short_of_rows"] = {key: full_step_us(is_short_of_blocks=False, **of) for key, of in full.items()}
+    figures["step_us_short_of_blocks"] = {key: full_step_us(is_short_of_blocks=True, **of) for key, of in full.items()}
     print(json.dumps({**figures, "us_per_sequence": round(per_sequence, 3), **describe(), "steal_pct": meter.pct()}))
 
 

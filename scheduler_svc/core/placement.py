@@ -1,8 +1,8 @@
 """Placement: the worker on which a waiting sequence should run.
 
 One pass over the queue (`assign`) chooses for each waiting sequence, in the order of the queue, on which worker it
-should run. The choice holds for this pass only: a sequence stays in the queue until a step admits it, so a better
-worker may be found in every pass. Nothing is bound early.
+should run, and offers it to that worker. The choice holds for this pass only: a sequence stays in the queue until a
+step admits it, so a better worker may be found in every pass. Nothing is bound early.
 
 The choice
     score = expected prefill of the worker + alpha * tokens that the worker would have to compute for the sequence
@@ -22,8 +22,10 @@ Room
     the wait that it saves (`policy.is_worth_leaving`); else it is *held* for the best worker. A starved sequence
     reserves its eligible workers: they accept no other sequence in this pass.
 
-    The pass ends when no ready worker accepts more, so the cost of a pass depends on the workers and not on the queue:
-    thousands of waiting sequences cost no more than a few.
+    A sequence whose worker plans a step now is offered to it at once (`Offer`). A worker that refuses one has no room
+    for others that need as much, until some of its rows or blocks become free (`Refusal`). The pass ends when no ready
+    worker accepts more, or when `max_bypass` sequences have found no room. So a pass costs what it admits, and not what
+    it refuses: thousands of waiting sequences cost no more than a few.
 
 Moves
     Where workers can move blocks, a prefix in a worker's tier or in the pool of another worker counts as cached at its
@@ -46,7 +48,7 @@ What is kept, and why it stays right
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from operator import is_
 from typing import NamedTuple
@@ -62,7 +64,7 @@ from scheduler_svc.core.features.roles import Roles
 from scheduler_svc.core.messages import WorkerCapacity, WorkerRole
 from scheduler_svc.core.policy import is_worth_leaving, least_pressed, placement_scores, places_near_best, ties
 from scheduler_svc.core.prompt_digests import PromptDigests
-from scheduler_svc.core.sequence import QueueEntry, Refusal, Sequence, SequenceGroup
+from scheduler_svc.core.sequence import NEVER, QueueEntry, Refusal, Sequence, SequenceGroup
 from scheduler_svc.core.waiting_queue import WaitingQueue
 from scheduler_svc.core.worker_state import WorkerState
 from step_protocol.columns import I64, U32, Bools
@@ -72,6 +74,9 @@ F64 = npt.NDArray[np.float64]
 MAX_LOOKUP_AGE_S = 0.5  # age at which a lookup of cached tokens is repeated on all workers: pools change slowly
 MAX_SKIPPED = 256  # sequences per pass that wait for one worker and compete with none for the others
 NOTHING_RUNS = np.iinfo(np.int64).min  # below every priority number: there is no row to preempt
+NOT_REFUSED = Refusal(room_version=0, retry_at=NEVER, can_preempt=True)
+
+Offer = Callable[[WorkerState, QueueEntry], bool]  # admits the sequence if it fits; whether the worker accepts more
 
 
 class Wait(NamedTuple):
@@ -161,6 +166,10 @@ class Placement:
         self._least_urgent = np.full(len(workers), NOTHING_RUNS)
         self._is_decode = [c.role is WorkerRole.DECODE for c in sizes]
         self._num_delayed = np.zeros(len(workers), dtype=np.int64)  # streams that a prompt would delay
+        # The least that each worker has refused, as in `Refusal`
+        self._refused_tokens = np.full(len(workers), NEVER)
+        self._refused_priority = np.zeros(len(workers), dtype=np.int64)
+        self._may_preempt = np.ones(len(workers), dtype=np.bool_)
         # Tokens in use plus tokens ever written, as a multiple of the pool's size
         self._pressure = np.zeros(len(workers))
         self._load, self._free_rows = self._expected_prefill, self._rows
@@ -204,17 +213,23 @@ class Placement:
     # -- one pass over the queue --------------------------------------------------------------------------------------
 
     def assign(
-        self, waiting: WaitingQueue, ready: Collection[str], now: float, tokens_per_s: float | None, *, is_mixed: bool
-    ) -> dict[str, list[QueueEntry]]:
-        """For each ready worker, the sequences to admit in its next step, in order. The assignment holds for this step
-        only, and the sequences stay in the queue until a step admits them. `ready`: the workers whose next step is
-        planned now. `is_mixed`: live requests differ in priority. `tokens_per_s`: the pace of one worker, if known.
+        self,
+        waiting: WaitingQueue,
+        ready: Collection[str],
+        now: float,
+        tokens_per_s: float | None,
+        offer: Offer,
+        *,
+        is_mixed: bool,
+    ) -> None:
+        """Offer waiting sequences to the ready workers with room, in the order of the queue, which stays as it is.
+        `ready`: the workers whose next step is planned now. `is_mixed`: live requests differ in priority.
+        `tokens_per_s`: the pace of one worker, if known.
         """
-        placed: dict[str, list[QueueEntry]] = {}
         if not waiting.num_schedulable or not self._may_admit(waiting, ready, is_mixed=is_mixed):
-            return placed
+            return
         if not is_mixed and self._waits_still_hold(waiting, now, tokens_per_s):
-            return placed
+            return
         self._begin_pass(ready, is_mixed=is_mixed)
         found: list[Wait | None] = []
         moved: list[QueueEntry] = []
@@ -226,7 +241,9 @@ class Placement:
             if entry.has_old_key:
                 moved.append(entry)
             if choice.is_now:
-                placed.setdefault(choice.worker.capacity.worker_id, []).append(entry)
+                accepts_more = offer(choice.worker, entry)
+                if not accepts_more or choice.worker.smallest_refused is not None:
+                    self._note_offer(choice.worker, accepts_more=accepts_more)
             elif choice.has_room or choice.is_held or choice.is_elsewhere or not choice.is_prepared:
                 num_skipped += 1  # later sequences take no place from it
             else:
@@ -239,23 +256,29 @@ class Placement:
         for entry in moved:
             waiting.move(entry)
         self._waits = [] if is_mixed or None in found else [wait for wait in found if wait is not None]
-        return placed
+
+    def _note_offer(self, worker: WorkerState, *, accepts_more: bool) -> None:
+        i = self._position[worker.capacity.worker_id]
+        self._read_refusal(i, worker)
+        if not accepts_more:
+            self._ready.discard(i)
+            self._accepts.discard(i)
 
     def _may_admit(self, waiting: WaitingQueue, ready: Collection[str], *, is_mixed: bool) -> bool:
         """Whether some ready worker has not refused some sequence that may be admitted next.
 
-        A refusal holds until rows or blocks become free. Only the first sequence is also retried when the projected
+        A refusal holds until rows or blocks become free. Only for the first sequence it also ends when the projected
         peak may have fallen far enough: retrying all of them would cost more than it gains.
         """
         first, workers = next(iter(waiting)), []
         for name in ready:
             worker = self._workers[self._position[name]]
             if is_mixed or worker.num_free_rows > 0:
-                if not first.refusals:
+                if not first.refusals and worker.smallest_refused is None:
                     return True
                 worker.expire_refusal(first)
                 workers.append(worker)
-        entries = list(islice(waiting, self._config.max_bypass + 1))
+        entries = islice(waiting, self._config.max_bypass + 1) if workers else ()
         refusals = (worker.refusal(entry) for entry in entries for worker in workers)
         return any(refusal is None or (is_mixed and refusal.can_preempt) for refusal in refusals)
 
@@ -293,9 +316,18 @@ class Placement:
         self._pressure[i] = (self._written.item(i) + used) / self._pool_tokens.item(i)
         if self._is_decode[i]:
             self._num_delayed[i] = worker.rows.num_used
+        if worker.smallest_refused is not None or self._refused_tokens.item(i) != NEVER:
+            self._read_refusal(i, worker)
         self._least_urgent[i] = least_urgent = _least_urgent(worker) if self._is_mixed else NOTHING_RUNS
         self._had_room[i] = takes_prefill and num_rows > 0
         self._can_take[i] = takes_prefill and (num_rows > 0 or least_urgent > NOTHING_RUNS)
+
+    def _read_refusal(self, i: int, worker: WorkerState) -> None:
+        refusal = worker.smallest_refused
+        if refusal is None or not worker.holds(refusal):
+            refusal = NOT_REFUSED
+        self._refused_tokens[i], self._refused_priority[i] = refusal.num_tokens, refusal.priority
+        self._may_preempt[i] = refusal.can_preempt
 
     def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> WorkerChoice:
         """Choose the worker for a sequence, now or later. At least one worker is eligible, because the sequence is
@@ -310,22 +342,23 @@ class Placement:
         ):
             return self._place_alone(entry)
         seq = entry.seq
+        needs_preparation = seq.group.features.needs_preparation
         eligible = self._eligible(seq.group, seq.failed_on)
+        if self.roles is not None:
+            eligible = self.roles.eligible(self._workers, seq, eligible)
+        room = self._room(entry)
+        if eligible is not self._is_open or self._is_mixed:
+            room = eligible & room
+        if not np.count_nonzero(room) and not needs_preparation:  # no score would change that
+            return WorkerChoice(self._workers[0], False, False, False, is_elsewhere=self._is_elsewhere(eligible))
         uncached = entry.uncached_at
         if self.moves is not None:
             uncached = np.maximum(uncached - self.moves.gains(self._workers, entry), 1)
-        costs = uncached
-        if self.roles is not None:
-            eligible = self.roles.eligible(self._workers, seq, eligible)
-            costs = uncached * (1 + self._num_delayed)
+        costs = uncached if self.roles is None else uncached * (1 + self._num_delayed)
         scores = placement_scores(self._load, uncached, self._config.placement_alpha, self._num_delayed)
         slack = self._config.placement_slack * self._config.placement_alpha * entry.num_tokens
         near = places_near_best(scores, slack, self._load, eligible)
         best = least_pressed(near, self._pressure)
-        room = self._room(entry)
-        if eligible is not self._is_open or self._is_mixed:
-            room = eligible & room
-        needs_preparation = seq.group.features.needs_preparation
         if needs_preparation:
             room &= np.array([worker.is_ready(seq.group) for worker in self._workers], dtype=np.bool_)
         is_held, wait = False, None
@@ -345,9 +378,8 @@ class Placement:
             is_preparing = self._prepare(self._workers[best], seq.group)
             if is_preparing is not None:
                 return WorkerChoice(self._workers[best], False, False, is_preparing, is_prepared=False)
-        has_room, is_elsewhere = bool(room[best]), False
-        if not has_room and eligible is not self._is_open:
-            is_elsewhere = self._accepts.isdisjoint(eligible.nonzero()[0].tolist())
+        has_room = bool(room[best])
+        is_elsewhere = not has_room and self._is_elsewhere(eligible)
         self._count_in(best, int(uncached[best]), entry.num_rows)
         is_now = has_room and best in self._ready
         if self.moves is not None:
@@ -359,8 +391,13 @@ class Placement:
     def _place_alone(self, entry: QueueEntry) -> WorkerChoice:
         """`place` for the only worker, which needs no scores. They would cost three times as much as the rest."""
         has_room = bool(self._room(entry)[0])
-        self._count_in(0, int(entry.uncached_at[0]), entry.num_rows)
+        if has_room:
+            self._count_in(0, int(entry.uncached_at[0]), entry.num_rows)
         return WorkerChoice(self._workers[0], has_room, has_room and 0 in self._ready, is_held=False)
+
+    def _is_elsewhere(self, eligible: Bools) -> bool:
+        """Whether no worker that accepts sequences in this pass is among the eligible ones."""
+        return eligible is not self._is_open and self._accepts.isdisjoint(eligible.nonzero()[0].tolist())
 
     def _wait(self, entry: QueueEntry, near: I64, scores: F64, slack: float) -> Wait:
         best = near[scores[near].argmin()]
@@ -444,16 +481,16 @@ class Placement:
         return eligible
 
     def _room(self, entry: QueueEntry) -> Bools:
-        """Workers that have a row for the sequence (or a less urgent row to preempt), have not refused it, and have
-        little expected prefill.
+        """Workers that have a row for the sequence (or a less urgent row to preempt), have not refused it or one that
+        needs less, and have little expected prefill.
         """
-        if not entry.refusals and not self._is_mixed and self._reserved is None:
-            return self._has_room
-        room, refusals = self._has_room.copy(), self._refusals(entry)
+        priority = entry.key[0]
+        is_refused = (entry.num_needed_tokens >= self._refused_tokens) & (priority >= self._refused_priority)
+        room, refusals = self._has_room & ~is_refused, self._refusals(entry) if entry.refusals else ()
         for i, _ in refusals:
             room[i] = False
         if self._is_mixed:
-            can_preempt = self._least_urgent > entry.seq.group.priority
+            can_preempt = (self._least_urgent > priority) & (~is_refused | self._may_preempt)
             for i, refusal in refusals:
                 can_preempt[i] &= refusal.can_preempt
             room |= can_preempt & (self._load < self._max_pending)

@@ -19,6 +19,7 @@ from scheduler_svc.core.sequence import (
     Completion,
     FinishReason,
     QueueEntry,
+    Refusal,
     Sequence,
     SequenceData,
     SequenceGroup,
@@ -55,6 +56,7 @@ class Requests:
         self._throughput = throughput
         self._counts = counts
         self.costs = Costs()
+        self.preempted: list[tuple[Sequence, WorkerState, Refusal | None]] = []  # not in the queue yet
         self.admits_new = True  # else only sequences that have begun are schedulable
         self._next_seq_id = 0
         self._no_worker_since = math.inf  # inf until `give_up` sets it
@@ -237,13 +239,20 @@ class Requests:
         return num_requeued
 
     def preempt_one(self, worker: WorkerState) -> None:
-        """Preempt the least urgent row of a worker, or the gang that it belongs to."""
+        """Preempt the least urgent row of a worker, or the gang that it belongs to. `requeue_preempted` queues it."""
         victim = max(worker.rows.active().tolist(), key=lambda row: worker.rows.sequence(row).order)
         seq = worker.preempt(victim)
-        self.requeue(seq)
-        entry = self.waiting.entry(seq)
-        if worker.in_flight and entry:  # else it could reuse its blocks as cached blocks before they are free
-            entry.refusals[worker.capacity.worker_id] = worker.refuse()
+        # While a step is in flight, it could reuse its blocks as cached blocks before they are free.
+        self.preempted.append((seq, worker, worker.refuse() if worker.in_flight else None))
+
+    def requeue_preempted(self) -> None:
+        """Queue the sequences that `preempt_one` has preempted: a pass over the queue must not change it."""
+        preempted, self.preempted = self.preempted, []
+        for seq, worker, refusal in preempted:
+            self.requeue(seq)
+            entry = self.waiting.entry(seq)
+            if entry and refusal:
+                entry.refusals[worker.capacity.worker_id] = refusal
 
     def preempt_for(self, worker: WorkerState, entry: QueueEntry) -> None:
         """Preempt less urgent rows to make room for an urgent sequence. Do not preempt if it still would not fit."""

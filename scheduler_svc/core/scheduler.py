@@ -46,7 +46,7 @@ from scheduler_svc.core.messages import (
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import Throughput
 from scheduler_svc.core.requests import Requests
-from scheduler_svc.core.sequence import FinishReason, QueueEntry, Refusal, SequenceGroup
+from scheduler_svc.core.sequence import FinishReason, QueueEntry, Refusal, Sequence, SequenceGroup
 from scheduler_svc.core.stats import (
     Load,
     OpenSequence,
@@ -104,6 +104,8 @@ class Scheduler:
         self.barrier = Barrier(self._workers, self._requests, self._placement, self.moves)
         self._now = 0.0  # of the newest `schedule` or `end_move`
         self._expired: list[Finished] = []
+        self._plans: dict[str, StepPlan] = {}  # the steps to which sequences were offered in the present pass
+        self._admitted: list[tuple[WorkerState, QueueEntry, list[Sequence]]] = []  # with the forks that got no row
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -292,39 +294,42 @@ class Scheduler:
         skipped, so an answer of one worker causes no work for the others.
         """
         is_mixed, pace = len(self._requests.priorities) > 1, self._throughput.prefill.per_s
-        placed = self._placement.assign(self._waiting, self._ready, now, pace, is_mixed=is_mixed)
-        changed = self._placement.changed
+        self._plans = {}
+        self._placement.assign(self._waiting, self._ready, now, pace, self._offer, is_mixed=is_mixed)
+        if self._admitted:
+            self._leave_queue(now)
+        plans, changed = self._plans, self._placement.changed
         batches = []
         for name, planner in list(self._ready.items()):
-            if name not in changed and name not in placed:
+            if name not in changed and name not in plans:
                 continue
-            batch = self._schedule_worker(planner, placed.get(name, []), now)
+            batch = self._finish_step(planner, plans.get(name), now)
             if batch is not None:
                 batches.append(batch)
             if batch is None or not planner.may_continue:
                 changed.discard(name)
             if not planner.worker.can_send:
                 del self._ready[name]
+        if self._requests.preempted:
+            self._requests.requeue_preempted()
         return batches
 
-    def _schedule_worker(self, planner: StepPlanner, candidates: list[QueueEntry], now: float) -> StepBatch | None:
-        worker = planner.worker
-        if not worker.rows.num_used and not candidates and not worker.has_changes:
-            return None
-        self._mark_changed(worker)
-        if candidates and len(self._requests.priorities) > 1:
-            self._requests.preempt_for(worker, candidates[0])
-        plan = planner.begin_step(now)
-        has_preempted = planner.plan_running(plan, partial(self._requests.preempt_one, worker))
-        if candidates and not has_preempted:
-            self._admit(planner, plan, candidates, now)
+    def _finish_step(self, planner: StepPlanner, plan: StepPlan | None, now: float) -> StepBatch | None:
+        """The step of a worker, to which waiting sequences were offered if there is a plan."""
+        worker, has_offers = planner.worker, plan is not None
+        if plan is None:
+            if not worker.rows.num_used and not worker.has_changes:
+                return None
+            self._mark_changed(worker)
+            plan = planner.begin_step(now)
+            planner.plan_running(plan, partial(self._requests.preempt_one, worker))
         batch = planner.finish_plan(plan)
         if planner.changes_due_at is not None:
             self._changes_due[worker.capacity.worker_id] = planner.changes_due_at
         elif self._changes_due:
             self._changes_due.pop(worker.capacity.worker_id, None)
         if batch is not None:
-            if self.config.burst_s and not candidates:
+            if self.config.burst_s and not has_offers:
                 planner.plan_burst(batch, self.config.burst_s, now)
             self._counts.steps += 1 + len(batch.then)
         return batch
@@ -333,49 +338,41 @@ class Scheduler:
         self._touched[worker.capacity.worker_id] = worker
         self._placement.mark_changed(worker)
 
-    def _admit(self, planner: StepPlanner, plan: StepPlan, candidates: list[QueueEntry], now: float) -> None:
-        """Admit the candidates that fit. After a refusal, the following sequences that need at least as many tokens
-        are refused without a check.
+    def _offer(self, worker: WorkerState, entry: QueueEntry) -> bool:
+        """Admit a waiting sequence to the next step of a worker if it fits, after its running rows. Returns whether the
+        step accepts more. Less urgent rows are preempted for the first one.
         """
-        worker = planner.worker
-        smallest = self._admit_while_fitting(planner, plan, candidates, now)
-        if smallest is None:
-            return
-        for entry in islice(self._waiting, self.config.max_bypass + 1):
-            if entry.num_needed_tokens >= smallest[0] and worker.refusal(entry) is None:
-                entry.refusals[worker.capacity.worker_id] = smallest[1]
+        name, now, features = worker.capacity.worker_id, self._now, entry.seq.group.features
+        planner, plan = self._planners[name], self._plans.get(name)
+        if plan is None:
+            self._mark_changed(worker)
+            if len(self._requests.priorities) > 1:
+                self._requests.preempt_for(worker, entry)
+            plan = self._plans[name] = planner.begin_step(now)
+            if planner.plan_running(plan, partial(self._requests.preempt_one, worker)):
+                return False
+        if plan.budget < 1 or (features.num_bytes and not plan.has_room_for(features.num_bytes)):
+            return False
+        found = worker.try_admit(entry, self.config.watermark, self._throughput.mean_output)
+        if isinstance(found, Refusal):
+            worker.note_refusal(entry, found)
+            plan.num_refused += 1
+            return plan.num_refused < MAX_REFUSALS and not entry.is_starved(now, self.config.aging_s)
+        if plan.budget < features.num_head_tokens and not len(found.hits):
+            return False  # one step must hold all of them; the sequence is the first to get tokens of the next one
+        late = entry.seq.forks[found.num_forks :]
+        entry.seq.forks = entry.seq.forks[: found.num_forks]
+        planner.admit(entry.seq, found.hits, plan)
+        self._admitted.append((worker, entry, late))
+        return plan.budget > 0
 
-    def _admit_while_fitting(
-        self, planner: StepPlanner, plan: StepPlan, candidates: list[QueueEntry], now: float
-    ) -> tuple[int, Refusal] | None:
-        """Admit candidates in order. Returns the tokens that the smallest refused sequence needs, and its refusal."""
-        worker = planner.worker
-        smallest: tuple[int, Refusal] | None = None
-        num_refused = 0
-        for entry in candidates:
-            if plan.budget < 1 or num_refused >= MAX_REFUSALS:
-                break
-            features = entry.seq.group.features
-            if features.num_bytes and not plan.has_room_for(features.num_bytes):
-                break
-            if smallest is None or entry.num_needed_tokens < smallest[0]:
-                found = worker.try_admit(entry, self.config.watermark, self._throughput.mean_output)
-                if not isinstance(found, Refusal):
-                    if plan.budget < features.num_head_tokens and not len(found.hits):
-                        break  # one step must hold all of them; the sequence is the first to get tokens of the next one
-                    late = entry.seq.forks[found.num_forks :]
-                    entry.seq.forks = entry.seq.forks[: found.num_forks]
-                    planner.admit(entry.seq, found.hits, plan)
-                    self._count_admitted(worker, entry, now)
-                    if late:
-                        self._requests.enqueue_samples(late)
-                    continue
-                smallest = entry.num_needed_tokens, found
-                num_refused += 1
-            entry.refusals[worker.capacity.worker_id] = smallest[1]
-            if entry.is_starved(now, self.config.aging_s):
-                break
-        return smallest
+    def _leave_queue(self, now: float) -> None:
+        """Remove the admitted sequences from the queue, which does not change during a pass."""
+        admitted, self._admitted = self._admitted, []
+        for worker, entry, late in admitted:
+            self._count_admitted(worker, entry, now)
+            if late:
+                self._requests.enqueue_samples(late)
 
     def _count_admitted(self, worker: WorkerState, entry: QueueEntry, now: float) -> None:
         seq, num_tokens, num_cached = entry.seq, entry.num_tokens, entry.seq.num_cached_tokens

@@ -299,6 +299,13 @@ class Refusal:
     room_version: int  # `WorkerState.room_version` at the refusal; the refusal holds until it changes
     retry_at: int  # number of answered steps at which the projected peak may be low enough; NEVER: time does not help
     can_preempt: bool  # preempting less urgent rows could make room
+    num_excess: int = 1  # number of blocks that the projected peak had too many
+    num_tokens: int = sys.maxsize  # it also holds for sequences that need as many tokens (`num_needed_tokens`) or more
+    priority: int = 0  # and are no more urgent
+
+    def covers(self, entry: QueueEntry) -> bool:
+        """Whether it holds for this sequence too."""
+        return entry.num_needed_tokens >= self.num_tokens and entry.key[0] >= self.priority
 
 
 class QueueEntry:

@@ -19,9 +19,10 @@ Order of blocks
     last. Rows with an attention window free blocks before they end; `windows.py` keeps the order for them.
 
 Refusals
-    A sequence that does not fit gets a `Refusal`, so that it is not checked again in each step. The refusal holds while
-    `room_version` is unchanged, which grows whenever rows or blocks become free. The first sequence of the queue is
-    also checked again after as many steps as the projected peak may need to fall below the limit (`retry_at`).
+    A sequence that does not fit gets a `Refusal`, so that neither it nor any sequence that needs as much is checked
+    again in each step. The refusal holds while `room_version` is unchanged, which grows whenever rows or blocks become
+    free. The first sequence of the queue is also checked again after as many steps as the projected peak may need to
+    fall below the limit (`retry_at`).
     Admission looks ahead: a sequence is admitted only if it and all rows that are at least as urgent fit at their
     projected peak (`policy.py`). That keeps preemption rare, but does not exclude it, because lengths are guesses.
 
@@ -46,7 +47,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -85,6 +86,7 @@ class StepPlan:
     num_prompt_tokens: int = 0  # in chunks of several tokens
     num_bytes: int = 0  # data that opened rows carry
     has_part_work: bool = False  # a part of the worker computes something, even if no token is planned
+    num_refused: int = 0  # waiting sequences that did not fit
 
     def has_room_for(self, num_bytes: int) -> bool:
         """Whether the message of the step has room for data of this size. The data of the first row always fits."""
@@ -299,6 +301,7 @@ class WorkerState:
         self.is_draining = False
         self.num_reserved_rows = 0  # for samples that will fork from a running prompt
         self.room_version = 0  # +1 when rows or blocks become free; older refusals no longer hold
+        self.smallest_refused: Refusal | None = None  # of the refused sequences, the one that needs least
         self._num_answered = 0  # steps
         self._prefill_in_flight = 0  # prompt tokens of the steps in flight
         self._root_salt = root_salt
@@ -562,16 +565,31 @@ class WorkerState:
     def _refuse_for(self, num_excess: int) -> Refusal:
         num_growing = 1 + len(self.prefilling)
         num_steps = steps_to_retry(num_excess, num_growing, self.capacity.block_size)
-        return Refusal(self.room_version, self._num_answered + num_steps, can_preempt=False)
+        return Refusal(self.room_version, self._num_answered + num_steps, can_preempt=False, num_excess=num_excess)
 
     def refuse(self, *, can_preempt: bool = True) -> Refusal:
         """Returns a refusal that holds until rows or blocks become free."""
         return Refusal(self.room_version, NEVER, can_preempt)
 
+    def note_refusal(self, entry: QueueEntry, refusal: Refusal) -> None:
+        """The sequence has been checked and refused. Sequences that need as many blocks, or fewer by less than it had
+        too many, are refused without a check.
+        """
+        entry.refusals[self.capacity.worker_id] = refusal
+        if num_forks_needed(entry.seq):
+            return  # it may be short of rows
+        bs, known = self.capacity.block_size, self.smallest_refused
+        num_tokens = max(0, entry.num_needed_tokens // bs + 1 - refusal.num_excess) * bs
+        if known is None or not self.holds(known) or num_tokens < known.num_tokens:
+            self.smallest_refused = replace(refusal, num_tokens=num_tokens, priority=entry.key[0])
+
     def refusal(self, entry: QueueEntry) -> Refusal | None:
-        """This worker's refusal of the sequence; None if there is none, or if it no longer holds."""
+        """This worker's refusal that holds for the sequence; None if there is none."""
         refusal = entry.refusals.get(self.capacity.worker_id)
-        return refusal if refusal is not None and self.holds(refusal) else None
+        if refusal is not None and self.holds(refusal):
+            return refusal
+        refusal = self.smallest_refused
+        return refusal if refusal is not None and self.holds(refusal) and refusal.covers(entry) else None
 
     def holds(self, refusal: Refusal) -> bool:
         """Whether no rows or blocks of this worker have become free since the refusal."""
@@ -579,9 +597,11 @@ class WorkerState:
 
     def expire_refusal(self, entry: QueueEntry) -> None:
         """Remove the refusal of a sequence that may fit now, because the projected peak may have fallen."""
-        refusal = entry.refusals.get(self.capacity.worker_id)
+        refusal, smallest = entry.refusals.get(self.capacity.worker_id), self.smallest_refused
         if refusal is not None and refusal.retry_at <= self._num_answered:
             del entry.refusals[self.capacity.worker_id]
+        if smallest is not None and smallest.retry_at <= self._num_answered:
+            self.smallest_refused = None
 
     # -- steps in flight ----------------------------------------------------------------------------------------------
 

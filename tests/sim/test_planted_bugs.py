@@ -941,7 +941,10 @@ def source_freed_during_a_read(patch: Patch) -> None:
     wrap(patch, BlockMoves, "_begin", begin)
 
 
-@bug("(reads|has|holds) the wrong content|under a digest that is not|commits block .* not full", has_moves=True)
+@bug(
+    "(reads|has|holds) the wrong content|under a digest that is not|commits block .* not full|published prefixes",
+    has_moves=True,
+)
 def fetched_into_the_wrong_block(patch: Patch) -> None:
     def deposit(original: Any, worker: SymbolicWorker, block: int, *content: Any) -> None:
         original(worker, (block + 1) % worker.capacity.num_blocks, *content)

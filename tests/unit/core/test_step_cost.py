@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench import core
-from bench.core import SteadyDecode, add, answer_all
+from bench.core import FullWorkers, SteadyDecode, add, answer_all
 from tests.builders import make_capacity, make_scheduler
 from tests.call_counts import counted
 from tests.unit.core.test_scheduler import answer
@@ -90,6 +90,20 @@ def test_calls_of_an_admission(num_workers: int, num_tokens: int, python_calls: 
     calls = calls_per_admission(num_workers, num_tokens)
     assert calls["call"] <= python_calls, "Python calls"
     assert calls["c_call"] <= c_calls, "calls of C functions"
+
+
+@pytest.mark.parametrize("has_moves", [False, True])
+def test_a_step_costs_what_it_admits_and_not_what_it_refuses(has_moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where blocks are short, at most twice the calls as where rows are short."""
+    monkeypatch.setattr(FullWorkers, "NUM_ROWS", 64)
+    monkeypatch.setattr(FullWorkers, "NUM_WAITING", 200)
+    rows, blocks = Counter[str](), Counter[str]()
+    for is_short_of_blocks, calls in ((False, rows), (True, blocks)):
+        full = FullWorkers(is_short_of_blocks=is_short_of_blocks, has_moves=has_moves)
+        for _ in range(64):
+            with counted(calls):
+                full.step()
+    assert blocks.total() <= 2.1 * rows.total()
 
 
 def test_a_row_that_opens_no_block_costs_no_call() -> None:
