@@ -3,9 +3,9 @@
 
     python bench/cluster.py [--seconds 60] [--speed 1] [--workloads chat,templates,agents] [--trace FILE]
 
-Eight workers (`sessions`, `mixed`: three) with a linear service model (seconds per step = base + per prefill token +
-per row) serve generated workloads under several policies. Requests arrive at the times of their workload, even if the
-cluster is behind. A trace is JSON lines in the Mooncake format: timestamp (ms), input_length, output_length, hash_ids
+Eight workers (`sessions`, `mixed`: three; `mix`: four, of which one is slow) with a linear service model (seconds per
+step = base + per prefill token + per row) serve generated workloads under several policies. Requests arrive at the
+times of their workload, even if the cluster is behind. A trace is JSON lines in the Mooncake format: timestamp (ms), input_length, output_length, hash_ids
 of the prompt's blocks of 512 tokens. The last line is one JSON object:
 
     {"chat": {"ours": {"hit": .., "ttft_p50_s": .., "ttft_p90_s": ..}, .., "hit_of_pooled": .., "p90_of_least": ..}, ..}
@@ -70,6 +70,10 @@ class Service:
     prefill_token_s: float = 50e-6  # 20,000 tokens per second
     row_s: float = 20e-6
 
+    def slowed(self, factor: float) -> Service:
+        """A service that takes this many times as long."""
+        return Service(factor * self.base_s, factor * self.prefill_token_s, factor * self.row_s)
+
     def step_s(self, batch: StepBatch) -> float:
         prefill = int(batch.query_lens[batch.query_lens > 1].sum())
         return self.base_s + self.prefill_token_s * prefill + self.row_s * len(batch.rows)
@@ -84,6 +88,7 @@ class Workload:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     num_workers: int = NUM_WORKERS
+    slowness: dict[int, float] = field(default_factory=dict)  # of workers that are slower than the others, by position
 
 
 # -- workloads ---------------------------------------------------------------------------------------------------------
@@ -186,6 +191,24 @@ def agent(rng: Rng, at_s: float, context: U32, num_turns: int) -> Iterator[Arriv
         at_s += 0.012 * len(output) + 0.2 + pause  # an answer takes about this time
 
 
+def mix(seed: int, seconds: float, num_slow: int = 0) -> Workload:
+    """Short cold requests beside long answers and a few templates, at rates drawn from the seed, on four workers."""
+    rng = np.random.default_rng(seed)
+    templates_ = [tokens(rng, rng.uniform(300, 2000)) for _ in range(6)]
+    kinds = [  # requests per s, prompt, answer
+        (rng.uniform(4, 12), lambda: tokens(rng, rng.uniform(20, 300)), rng.uniform(20, 200)),
+        (rng.uniform(0.5, 2), lambda: tokens(rng, rng.uniform(20, 300)), rng.uniform(400, 1500)),
+        (rng.uniform(1, 4), lambda: np.concatenate((templates_[int(rng.integers(6))], tokens(rng, 60))), 100),
+    ]
+    arrivals = [
+        Arrival(at, prompt(), tokens(rng, 1 + rng.exponential(answer)))
+        for per_s, prompt, answer in kinds
+        for at in starts(rng, per_s, seconds)
+    ]
+    slowness = dict.fromkeys(range(num_slow), 10.0)
+    return Workload(in_order(arrivals, seconds), num_blocks=4000, num_workers=4, slowness=slowness)
+
+
 def bursts(rng: Rng, per_s: float, seconds: float) -> Iterator[float]:
     """Start times in bursts: gaps from a Gamma distribution with a coefficient of variation of 2."""
     at = 0.0
@@ -213,6 +236,7 @@ WORKLOADS: dict[str, Callable[[float], Workload]] = {
     "conversations": conversations,
     "sessions": sessions,
     "mixed": mixed,
+    "mix": lambda seconds: mix(0, seconds, num_slow=1),
 }
 
 
@@ -279,6 +303,26 @@ class LeastBacklog(Placement):
         return WorkerChoice(self._workers[i], bool(room[i]), bool(room[i] and i in self._ready), False)
 
 
+class LeastWork(Placement):
+    """Late binding to the worker that would end the sequence first, which knows each answer and each worker's speed."""
+
+    def __init__(self, config: SchedulerConfig, workload: Workload) -> None:
+        super().__init__(config)
+        self._lengths = [len(arrival.output) for arrival in workload.arrivals]
+        self._slowness = [workload.slowness.get(i, 1.0) for i in range(workload.num_workers)]
+
+    def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> WorkerChoice:
+        self._update_cached(entry, now)
+        room, service = self._room(entry), Service()
+        prefill_s = service.prefill_token_s * (self._load + entry.uncached_at)
+        left = self._lengths[entry.seq.group.handle] - len(entry.seq.data.output)
+        rows = np.array([worker.rows.num_used for worker in self._workers])
+        work_s = (prefill_s + left * (service.base_s + service.row_s * rows)) * self._slowness
+        i = int(np.where(room, work_s, np.inf).argmin() if room.any() else work_s.argmin())
+        self._count_in(i, int(entry.uncached_at[i]), entry.num_rows)
+        return WorkerChoice(self._workers[i], bool(room[i]), bool(room[i] and i in self._ready), False)
+
+
 class Policy:
     """A placement policy: makes its scheduler. `is_pooled`: runs on one pooled worker."""
 
@@ -294,6 +338,16 @@ class Policy:
 
 class WithoutSessions(Policy):
     knows_sessions = False
+
+
+class LeastWorkPolicy(Policy):
+    knows_sessions = False
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+
+    def make(self, config: SchedulerConfig) -> Scheduler:
+        return Scheduler(config, LeastWork(config, self._workload))
 
 
 class Pooled(Policy):
@@ -335,11 +389,12 @@ def least_requests(num_open: list[int]) -> int:
     return min(range(len(num_open)), key=num_open.__getitem__)
 
 
-def policies() -> dict[str, Policy]:
+def policies(workload: Workload) -> dict[str, Policy]:
     return {
         "ours": Policy(),
         "without_sessions": WithoutSessions(),
         "least_backlog": Backlog(),
+        "least_work": LeastWorkPolicy(workload),
         "least_requests": Router(least_requests),
         "round_robin": Router(round_robin()),
         "pooled": Pooled(),
@@ -409,6 +464,7 @@ class Cluster:
         for i, arrival in enumerate(self._arrivals):
             self._outputs[i, : len(arrival.output)] = arrival.output
         self.ttft_s = np.full(len(self._arrivals), np.nan)
+        self.end_s = np.full(len(self._arrivals), np.nan)  # from arrival to the last token
         self.num_steps = 0
         self._answers: list[tuple[float, int, str]] = []  # time, number, worker id
 
@@ -419,7 +475,10 @@ class Cluster:
         for i in range(workload.num_workers // factor):
             sizes = (workload.num_blocks, workload.max_num_seqs, workload.max_num_batched_tokens)
             blocks, rows, budget = (size * factor for size in sizes)
-            yield WorkerCapacity(f"w{i}", 1, blocks, BLOCK_SIZE, rows, budget, longest), service
+            yield (
+                WorkerCapacity(f"w{i}", 1, blocks, BLOCK_SIZE, rows, budget, longest),
+                service.slowed(workload.slowness.get(i, 1.0)),
+            )
 
     def run(self) -> dict[str, float]:
         """Run all requests to the end."""
@@ -441,6 +500,8 @@ class Cluster:
             "ttft_p90_s": round(float(p90), 3),
             "ttft_p95_s": round(float(p95), 3),
             "ttft_mean_s": round(float(self.ttft_s.mean()), 3),
+            "end_mean_s": round(float(self.end_s.mean()), 3),
+            "end_p99_s": round(float(np.percentile(self.end_s, 99)), 3),
             "place_us": round(self._passes.spent_ns / 1000 / len(self._arrivals), 1),
             "most_waiting": self._passes.most_waiting,
         }
@@ -463,7 +524,9 @@ class Cluster:
         for handle in deltas.handles[deltas.offsets == 0].tolist():
             self.ttft_s[handle] = now - self._arrivals[handle].at_s
         for finished in deltas.finished:
-            self._policy.end(finished.group.handle)
+            handle = finished.group.handle
+            self.end_s[handle] = now - self._arrivals[handle].at_s
+            self._policy.end(handle)
 
 
 def oracle_hits(workload: Workload) -> float:
@@ -512,7 +575,7 @@ def compare(workload: Workload, names: list[str]) -> dict[str, dict[str, float]]
     figures = {}
     for name in names:
         start = time.process_time()
-        cluster = Cluster(workload, policies()[name], CONFIG)
+        cluster = Cluster(workload, policies(workload)[name], CONFIG)
         figures[name] = cluster.run()
         spent = time.process_time() - start
         print(f"  {name:15} {figures[name]}  [{cluster.num_steps} steps, {spent:.0f} s of CPU]", flush=True)
@@ -524,7 +587,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of arrivals, in virtual time")
     parser.add_argument("--speed", type=float, default=1.0, help="arrivals per time, as a multiple of the workload's")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma separated")
-    parser.add_argument("--policies", default=",".join(policies()), help="comma separated")
+    parser.add_argument("--policies", default=",".join(policies(Workload([], 0))), help="comma separated")
     parser.add_argument("--trace", type=Path, help="a trace file instead of generated workloads")
     args = parser.parse_args()
     names = [] if args.trace else args.workloads.split(",")

@@ -25,8 +25,8 @@ class SchedulerConfig:
     # uncached prompt tokens that one second of waiting offsets in queue order; inf: first come, first served
     aging_tokens_per_s: float = 1000.0
     placement_alpha: float = 3.0  # weight of a request's own uncached tokens against a worker's expected prefill
-    # fraction of a prompt: if the cached tokens of workers differ by less, choose the one under least pressure among
-    # those with about the same load
+    # fraction of a prompt: if the cached tokens of workers differ by less, choose the least busy one among those with
+    # about the same load
     placement_slack: float = 0.1
     leave_fraction: float = 0.3  # leave a cached prefix if recomputing it takes at most this fraction of the wait saved
     max_pending_prefill_steps: int = 2  # steps of expected prefill at which a worker accepts no more

@@ -5,12 +5,16 @@ should run, and offers it to that worker. The choice holds for this pass only: a
 step admits it, so a better worker may be found in every pass. Nothing is bound early.
 
 The choice
-    score = expected prefill of the worker + alpha * tokens that the worker would have to compute for the sequence
+    score = slowness of prefill * (expected prefill + alpha * tokens that the worker would compute for the sequence)
+    tie   = slowness of a step * (rows in use + 1 + fraction of the pool that was written lately)
 
     The lowest score wins. The first term is the load of the worker: prompt tokens that are admitted and not computed,
     plus those that this pass has placed before. The second is the sequence without its cached prefix; it counts more
-    (`placement_alpha`), because blocks that are computed twice also evict others. Workers that tie (`policy.ties`) are
-    told apart by the pressure on their pools, so that a prefix which all requests share does not keep workers idle.
+    (`placement_alpha`), because blocks that are computed twice also evict others. Among workers that tie
+    (`policy.ties`) the least busy one wins, so that a prefix which all requests share does not keep workers idle.
+    Slowness is measured (`policy.slowness`), and 1 again after MAX_MEASURE_AGE admissions without an answer, so that a
+    worker that was slow once is tried again. What was written decays with each write: after one turnover of all pools
+    little of it counts.
 
     Only eligible workers count: those whose pool and features could run the sequence if they were idle, which do not
     drain, and, if there is another one, on which its row has not failed.
@@ -62,7 +66,14 @@ from scheduler_svc.core.block_moves import BlockMoves
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.features.roles import Roles
 from scheduler_svc.core.messages import WorkerCapacity, WorkerRole
-from scheduler_svc.core.policy import is_worth_leaving, least_pressed, placement_scores, places_near_best, ties
+from scheduler_svc.core.policy import (
+    is_worth_leaving,
+    least_busy,
+    placement_scores,
+    places_near_best,
+    slowness,
+    ties,
+)
 from scheduler_svc.core.prompt_digests import PromptDigests
 from scheduler_svc.core.sequence import NEVER, QueueEntry, Refusal, Sequence, SequenceGroup
 from scheduler_svc.core.waiting_queue import WaitingQueue
@@ -72,6 +83,7 @@ from step_protocol.columns import I64, U32, Bools
 F64 = npt.NDArray[np.float64]
 
 MAX_LOOKUP_AGE_S = 0.5  # age at which a lookup of cached tokens is repeated on all workers: pools change slowly
+MAX_MEASURE_AGE = 256  # admissions after which the times of a worker that has not answered since are unknown again
 MAX_SKIPPED = 256  # sequences per pass that wait for one worker and compete with none for the others
 NOTHING_RUNS = np.iinfo(np.int64).min  # below every priority number: there is no row to preempt
 NOT_REFUSED = Refusal(room_version=0, retry_at=NEVER, can_preempt=True)
@@ -118,12 +130,13 @@ class Placement:
         self._config = config
         self._version = 0  # +1 whenever a worker joins or leaves, because positions change
         self._pass = 0  # number of the newest pass
+        self._num_admitted = 0
         self._reserved: Bools | None = None  # workers reserved for starved sequences in this pass
         self._digests = PromptDigests(config.root_salt)
         self._preparing: dict[str, WorkerState] = {}
         self._waits: list[Wait] = []  # of the last pass, if all its sequences got one
         self._is_cut = False  # the last pass ended before the queue
-        self._set([], np.zeros(0, dtype=np.int64))
+        self._set([], np.zeros(0))
 
     @property
     def workers(self) -> list[WorkerState]:
@@ -141,14 +154,15 @@ class Placement:
         stays = np.array([other is not worker for other in self._workers])
         self._set([other for other in self._workers if other is not worker], self._written[stays])
 
-    def _set(self, workers: list[WorkerState], written: I64) -> None:
-        self._written = written  # tokens ever written into each pool
+    def _set(self, workers: list[WorkerState], written: F64) -> None:
+        self._written = written  # tokens written into each pool during one turnover of all pools
         self._workers = workers
         self._version += 1
         self._position = {worker.capacity.worker_id: i for i, worker in enumerate(workers)}
         self._held = [worker.pool.held for worker in workers]
         sizes = [worker.capacity for worker in workers]
         self._pool_tokens = np.array([c.num_blocks * c.block_size for c in sizes], dtype=np.int64)
+        self._all_pools = max(1, int(self._pool_tokens.sum()))
         self.largest_pool = int(self._pool_tokens.max(initial=0))  # tokens
         limits = [c.size_limits for c in sizes]
         self.longest = max((limit.pool_tokens for limit in limits), default=0)  # slots that one sequence may need
@@ -170,8 +184,10 @@ class Placement:
         self._refused_tokens = np.full(len(workers), NEVER)
         self._refused_priority = np.zeros(len(workers), dtype=np.int64)
         self._may_preempt = np.ones(len(workers), dtype=np.bool_)
-        # Tokens in use plus tokens ever written, as a multiple of the pool's size
-        self._pressure = np.zeros(len(workers))
+        self._max_rows = np.array([c.max_num_seqs for c in sizes], dtype=np.int64)
+        self._times = np.full((2, len(workers)), np.nan)  # of a decode step, and of a prompt token; NaN: unknown
+        self._measured_at = np.zeros(len(workers), dtype=np.int64)  # in admissions
+        self._step_slowness = self._slowness = np.ones(len(workers))  # relative to the fastest worker
         self._load, self._free_rows = self._expected_prefill, self._rows
         self._had_room = np.zeros(len(workers), dtype=np.bool_)  # open, with free rows and little expected prefill
         self._has_room = self._had_room  # the same, with what the current pass adds
@@ -208,7 +224,9 @@ class Placement:
 
     def add_written(self, worker: WorkerState, num_tokens: int) -> None:
         """Count tokens for which new blocks of the worker's pool are allocated."""
+        self._written *= 1 - num_tokens / self._all_pools
         self._written[self._position[worker.capacity.worker_id]] += num_tokens
+        self._num_admitted += 1
 
     # -- one pass over the queue --------------------------------------------------------------------------------------
 
@@ -302,6 +320,9 @@ class Placement:
         for name, worker in self._stale.items():
             self._read(self._position[name], worker)
         self._stale, self._unchecked = {}, {}
+        if len(self._workers) > 1:
+            self._times[:, self._num_admitted - self._measured_at > MAX_MEASURE_AGE] = np.nan
+            self._step_slowness, self._slowness = slowness(*self._times)
         self._reserved = None
         self._load, self._free_rows = self._expected_prefill.copy(), self._rows.copy()
         self._has_room = self._had_room.copy()
@@ -312,8 +333,8 @@ class Placement:
         takes_prefill = is_open and expected_prefill < self._max_pending.item(i)
         self._is_open[i] = is_open
         self._expected_prefill[i], self._rows[i] = expected_prefill, num_rows
-        used = worker.pool.num_used * worker.capacity.block_size
-        self._pressure[i] = (self._written.item(i) + used) / self._pool_tokens.item(i)
+        self._times[:, i] = worker.decode_s or np.nan, worker.prompt_token_s or np.nan
+        self._measured_at[i] = self._num_admitted
         if self._is_decode[i]:
             self._num_delayed[i] = worker.rows.num_used
         if worker.smallest_refused is not None or self._refused_tokens.item(i) != NEVER:
@@ -356,14 +377,17 @@ class Placement:
             uncached = np.maximum(uncached - self.moves.gains(self._workers, entry), 1)
         costs = uncached if self.roles is None else uncached * (1 + self._num_delayed)
         scores = placement_scores(self._load, uncached, self._config.placement_alpha, self._num_delayed)
+        scores = scores * self._slowness
         slack = self._config.placement_slack * self._config.placement_alpha * entry.num_tokens
         near = places_near_best(scores, slack, self._load, eligible)
-        best = least_pressed(near, self._pressure)
+        num_rows, written = self._max_rows - self._free_rows, self._written / self._pool_tokens
+        best = least_busy(near, num_rows, written, self._step_slowness)
         if needs_preparation:
             room &= np.array([worker.is_ready(seq.group) for worker in self._workers], dtype=np.bool_)
         is_held, wait = False, None
         if not room[best] and np.count_nonzero(room):
-            other = least_pressed(places_near_best(scores, slack, self._load, room), self._pressure)
+            near_other = places_near_best(scores, slack, self._load, room)
+            other = least_busy(near_other, num_rows, written, self._step_slowness)
             is_held = self._should_wait(entry, int(costs[other] - costs[best]), now, tokens_per_s)
             if is_held:
                 more = costs - costs[best]
@@ -408,6 +432,10 @@ class Placement:
         Only the workers that have changed since could change a choice. Not for live requests of different priorities.
         """
         changed, self._unchecked = self._unchecked, {}
+        for name, worker in changed.items():
+            self._times[:, self._position[name]] = worker.decode_s or np.nan, worker.prompt_token_s or np.nan
+        if (slowness(*self._times)[1] != self._slowness).any():
+            return False
         return all(
             wait.version == self._version
             and now - wait.entry.cached_as_of[2] < MAX_LOOKUP_AGE_S
@@ -429,7 +457,7 @@ class Placement:
         load = worker.expected_prefill
         if i == wait.other and (worker.num_free_rows < 1 or load >= self._max_pending[i]):
             return False
-        score = load + self._config.placement_alpha * int(wait.entry.uncached_at[i])
+        score = self._slowness.item(i) * (load + self._config.placement_alpha * int(wait.entry.uncached_at[i]))
         return score > wait.score and not ties(score, load, wait.score, wait.load, wait.slack)
 
     def _serve_starved(self, entry: QueueEntry, choice: WorkerChoice) -> None:

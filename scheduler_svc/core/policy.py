@@ -245,9 +245,23 @@ def places_near_best(scores: F64, slack: float, load: I64, allowed: Bools) -> I6
     return near
 
 
-def least_pressed(places: I64, pressure: F64) -> int:
-    """The one of these positions whose pool is under the lowest pressure, which breaks ties."""
-    return int(places[pressure[places].argmin()] if len(places) > 1 else places[0])
+def least_busy(places: I64, num_rows: I64, written: F64, slowness: F64) -> int:
+    """The one of these positions where a row more costs least, which breaks ties: rows x time of a step. Where that is
+    equal, the pool of which the smaller fraction was written lately, because it evicts older blocks.
+    """
+    if len(places) == 1:
+        return int(places[0])
+    return int(places[((num_rows[places] + 1 + written[places]) * slowness[places]).argmin()])
+
+
+def slowness(step_s: F64, token_s: F64) -> tuple[F64, F64]:
+    """How much longer a decode step, and the prefill of a token, take on each worker than on the fastest one; 1 where
+    that is unknown (NaN). The second is rounded down to a power of 2: less than that is noise, and a factor that
+    follows noise would undo the ties of scores.
+    """
+    step, token = step_s / np.fmin.reduce(step_s), token_s / np.fmin.reduce(token_s)
+    step = np.where(step > 1, step, 1.0)
+    return step, np.exp2(np.floor(np.log2(np.where(token >= 1, token, step))))
 
 
 def virtual_arrival(arrival: float, uncached_tokens: int, aging_tokens_per_s: float) -> float:

@@ -96,7 +96,6 @@ class StepPlanner:
         self._rows = worker.rows
         self._pool = worker.pool
         self._next_step_id = next_step_id
-        self._decode_s: float | None = None  # running mean of the duration of a decode step
         self._run = DecodeRun(worker.rows)
         self._forks = Forks(worker)
 
@@ -198,7 +197,8 @@ class StepPlanner:
 
     def plan_burst(self, first: StepBatch, burst_s: float, now: float) -> None:
         """Add steps of the run to the message of `first`, up to the number that the worker decodes in `burst_s`."""
-        num_steps = min(MAX_BURST, int(burst_s / self._decode_s)) if self._decode_s else 1
+        decode_s = self.worker.decode_s
+        num_steps = min(MAX_BURST, int(burst_s / decode_s)) if decode_s else 1
         while len(first.then) + 1 < num_steps and self.worker.in_flight[-1].run is not None:
             if self.update_run() > self._pool.num_free or self._rows.outside or self.worker.speculation.is_on:
                 break
@@ -213,8 +213,10 @@ class StepPlanner:
         """Record that all steps of a message are answered. `step` is the last step of the message."""
         if step.run is not None:
             took = (now - max(step.sent_at, self.answered_at)) / step.burst_len
-            mean = took if self._decode_s is None else self._decode_s
-            self._decode_s = mean + DECODE_WEIGHT * (took - mean)
+            mean = self.worker.decode_s or took
+            self.worker.decode_s = mean + DECODE_WEIGHT * (took - mean)
+        elif step.num_prompt_tokens:
+            self.worker.note_prompts(step.num_prompt_tokens, now - max(step.sent_at, self.answered_at))
         self.answered_at = now
 
     def _plan_others(self, plan: StepPlan, decode: I64, prefill: I64) -> None:

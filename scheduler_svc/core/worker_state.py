@@ -260,6 +260,7 @@ class WorkerPart:
 
 
 P = TypeVar("P", bound=WorkerPart)
+PROMPT_KEEP = 0.9  # weight of each step with prompts relative to the next one, in the mean time of a prompt token
 
 
 class Admission(NamedTuple):
@@ -301,6 +302,9 @@ class WorkerState:
         self.is_draining = False
         self.num_reserved_rows = 0  # for samples that will fork from a running prompt
         self.room_version = 0  # +1 when rows or blocks become free; older refusals no longer hold
+        self.decode_s: float | None = None  # running mean of the duration of a decode step
+        self.prompt_token_s: float | None = None  # by how much a prompt token makes a step longer
+        self._prompt_s = self._prompt_tokens = 0.0  # of the newest steps with prompts: how much longer they took
         self.smallest_refused: Refusal | None = None  # of the refused sequences, the one that needs least
         self._num_answered = 0  # steps
         self._prefill_in_flight = 0  # prompt tokens of the steps in flight
@@ -421,6 +425,14 @@ class WorkerState:
     def pending_prefill(self) -> int:
         """Number of prompt tokens of admitted sequences that are not in any step yet."""
         return sum(self.rows.todo_of(row) - 1 for row in self.prefilling) if self.prefilling else 0
+
+    def note_prompts(self, num_prompt_tokens: int, took_s: float) -> None:
+        """Record how long a step with chunks of prompts took."""
+        decode_s = self.decode_s or 0.0
+        self._prompt_s += took_s - decode_s if took_s > decode_s else 0.0
+        self._prompt_tokens += num_prompt_tokens
+        self.prompt_token_s = self._prompt_s / self._prompt_tokens
+        self._prompt_s, self._prompt_tokens = PROMPT_KEEP * self._prompt_s, PROMPT_KEEP * self._prompt_tokens
 
     @property
     def num_pending_free(self) -> int:

@@ -7,8 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from bench.cluster import BLOCK_SIZE, WORKLOADS, Arrival, Workload, compare, oracle_hits, templates, trace
+from bench.cluster import (
+    BLOCK_SIZE,
+    WORKLOADS,
+    Arrival,
+    Workload,
+    compare,
+    mix,
+    oracle_hits,
+    templates,
+    trace,
+)
 
 
 def test_what_is_cached_is_found_more_often_than_by_a_router_in_front() -> None:
@@ -16,6 +27,14 @@ def test_what_is_cached_is_found_more_often_than_by_a_router_in_front() -> None:
     figures = compare(workload, ["ours", "least_requests"])
     assert figures["ours"]["hit"] > 1.2 * figures["least_requests"]["hit"]
     assert figures["ours"]["ttft_p90_s"] <= figures["least_requests"]["ttft_p90_s"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_requests_end_almost_as_soon_as_with_all_work_known(seed: int) -> None:
+    """In every second cluster one worker is ten times as slow as the others."""
+    figures = compare(mix(seed, 10.0, num_slow=seed % 2), ["ours", "least_work"])
+    assert figures["ours"]["end_mean_s"] <= 1.1 * figures["least_work"]["end_mean_s"]
+    assert figures["ours"]["hit"] >= figures["least_work"]["hit"]
 
 
 def test_workloads_are_the_same_each_time_and_in_order() -> None:

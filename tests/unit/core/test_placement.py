@@ -38,6 +38,11 @@ def run(scheduler: Scheduler, now: float = 0.0) -> None:
             scheduler.update(answer(batch), now)
 
 
+def run_once(scheduler: Scheduler) -> None:
+    for batch in scheduler.schedule(0.0):
+        scheduler.update(answer(batch), 0.0)
+
+
 def know_pace(scheduler: Scheduler, tokens_per_s: float) -> None:
     scheduler._throughput.prefill.add(2 * tokens_per_s, 2.0)
 
@@ -124,6 +129,22 @@ def test_a_few_cached_tokens_do_not_bind_a_request() -> None:
     add(scheduler, "b", [1, 2, 3, 4, *range(200, 210)], now=0.0)
     scheduler.schedule(0.0)
     assert opened(scheduler.schedule(0.001)) == {"w1" if batch.worker_id == "w0" else "w0": ["b"]}
+
+
+def test_what_was_written_long_ago_keeps_no_worker_idle() -> None:
+    scheduler = make_scheduler(*(make_capacity(f"w{i}", max_num_seqs=16) for i in range(2)))
+    for i in range(4):
+        add(scheduler, f"long{i}", [*range(100 * i, 100 * i + 8)], max_tokens=200)
+    run_once(scheduler)
+    busy, idle = scheduler._workers.values()
+    for row in idle.rows.active().tolist():
+        scheduler.abort_group(idle.rows.sequence(row).group.request_id, FinishReason.ABORTED)
+    scheduler._placement.add_written(idle, 200)  # of 256 in its pool
+    add(scheduler, "short", list(range(900, 908)), max_tokens=200)
+    assert opened(scheduler.schedule(0.0)) == {idle.capacity.worker_id: ["short"]}
+    for _ in range(40):
+        scheduler._placement.add_written(busy, 64)
+    assert scheduler._placement._written[1] < 8, "it decays"
 
 
 def test_an_answer_of_one_worker_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,11 @@ from scheduler_svc.core.policy import (
     is_queue_full,
     is_too_late,
     is_worth_leaving,
-    least_pressed,
+    least_busy,
     placement_scores,
     places_near_best,
     projected_peak,
+    slowness,
     virtual_arrival,
 )
 
@@ -114,21 +115,21 @@ def test_work_that_took_no_time_gives_no_rate() -> None:
     assert pace.early_per_s == pytest.approx(16 / 2.0, rel=0.2)
 
 
-def best_place(load: list[int], uncached: list[int], pressure: list[float], alpha: float = 3.0, **options: Any) -> int:
+def best_place(load: list[int], uncached: list[int], written: list[float], alpha: float = 3.0, **options: Any) -> int:
     loads, scores = np.array(load), placement_scores(np.array(load), np.array(uncached), alpha)
     allowed = np.array(options.get("allowed", [True] * len(load)))
     near = places_near_best(scores, options.get("slack", 0.0), loads, allowed)
-    return least_pressed(near, np.array(pressure))
+    return least_busy(near, np.zeros(len(load)), np.array(written), np.ones(len(load)))
 
 
 def test_a_prefix_draws_a_request_until_too_much_waits_there() -> None:
-    uncached, pressure = [100, 1000], [0.5, 0.5]
-    assert best_place([0, 0], uncached, pressure) == 0
-    assert best_place([2800, 0], uncached, pressure) == 1
-    assert best_place([2800, 0], uncached, pressure, alpha=4.0) == 0
+    uncached, written = [100, 1000], [0.5, 0.5]
+    assert best_place([0, 0], uncached, written) == 0
+    assert best_place([2800, 0], uncached, written) == 1
+    assert best_place([2800, 0], uncached, written, alpha=4.0) == 0
 
 
-def test_among_those_as_good_the_pool_under_least_pressure_is_chosen_if_it_is_allowed() -> None:
+def test_among_those_as_good_the_pool_that_was_written_least_is_chosen_if_it_is_allowed() -> None:
     columns = [0, 0, 0, 0], [5, 5, 6, 9], [0.3, 0.2, 0.1, 0.0]
     assert best_place(*columns) == 1
     assert best_place(*columns, slack=3.0) == 2
@@ -136,7 +137,20 @@ def test_among_those_as_good_the_pool_under_least_pressure_is_chosen_if_it_is_al
     assert best_place(*columns, allowed=[False, False, False, True]) == 3
 
 
-def test_a_lower_pressure_is_not_worth_waiting_for() -> None:
+def test_ties_are_broken_by_rows_and_the_time_of_a_step() -> None:
+    places, rows, written = np.arange(3), np.array([8, 7, 0]), np.array([0.0, 0.9, 1.0])
+    assert least_busy(places, rows, written, np.ones(3)) == 2
+    assert least_busy(places, rows, written, np.array([1.0, 1.0, 10.0])) == 1
+
+
+def test_slowness_is_relative_and_unknown_times_count_as_fast() -> None:
+    step, prefill = slowness(np.array([0.01, 0.019, np.nan, 0.1]), np.array([np.nan, 1e-4, 5e-4, np.nan]))
+    assert step.tolist() == pytest.approx([1, 1.9, 1, 10])
+    assert prefill.tolist() == [1, 1, 4, 8]
+    assert [times.tolist() for times in slowness(*np.full((2, 2), np.nan))] == [[1, 1], [1, 1]]
+
+
+def test_less_written_is_not_worth_waiting_for() -> None:
     assert best_place([0, 0], [500, 490], [0.1, 0.9], slack=60.0) == 0
     assert best_place([6, 0], [500, 500], [0.1, 0.9], slack=60.0) == 0
     assert best_place([20, 0], [500, 500], [0.1, 0.9], slack=60.0) == 1
