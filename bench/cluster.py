@@ -5,8 +5,8 @@
 
 Eight workers (`sessions`, `mixed`: three; `mix`: four, of which one is slow) with a linear service model (seconds per
 step = base + per prefill token + per row) serve generated workloads under several policies. Requests arrive at the
-times of their workload, even if the cluster is behind. A trace is JSON lines in the Mooncake format: timestamp (ms), input_length, output_length, hash_ids
-of the prompt's blocks of 512 tokens. The last line is one JSON object:
+times of their workload, even if the cluster is behind. A trace is JSON lines in the Mooncake format: timestamp (ms),
+input_length, output_length, hash_ids of the prompt's blocks of 512 tokens. The last line is one JSON object:
 
     {"chat": {"ours": {"hit": .., "ttft_p50_s": .., "ttft_p90_s": ..}, .., "hit_of_pooled": .., "p90_of_least": ..}, ..}
 

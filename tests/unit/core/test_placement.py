@@ -134,13 +134,13 @@ def test_a_few_cached_tokens_do_not_bind_a_request() -> None:
 def test_what_was_written_long_ago_keeps_no_worker_idle() -> None:
     scheduler = make_scheduler(*(make_capacity(f"w{i}", max_num_seqs=16) for i in range(2)))
     for i in range(4):
-        add(scheduler, f"long{i}", [*range(100 * i, 100 * i + 8)], max_tokens=200)
+        add(scheduler, f"long{i}", [*range(100 * i, 100 * i + 8)], max_tokens=20)
     run_once(scheduler)
     busy, idle = scheduler._workers.values()
     for row in idle.rows.active().tolist():
         scheduler.abort_group(idle.rows.sequence(row).group.request_id, FinishReason.ABORTED)
     scheduler._placement.add_written(idle, 200)  # of 256 in its pool
-    add(scheduler, "short", list(range(900, 908)), max_tokens=200)
+    add(scheduler, "short", list(range(900, 908)), max_tokens=20)
     assert opened(scheduler.schedule(0.0)) == {idle.capacity.worker_id: ["short"]}
     for _ in range(40):
         scheduler._placement.add_written(busy, 64)
