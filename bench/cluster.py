@@ -88,7 +88,7 @@ class Workload:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     num_workers: int = NUM_WORKERS
-    slowness: dict[int, float] = field(default_factory=dict)  # of workers that are slower than the others, by position
+    slowness: dict[int, float] = field(default_factory=dict)  # factors of the slow workers, by position
 
 
 # -- workloads ---------------------------------------------------------------------------------------------------------

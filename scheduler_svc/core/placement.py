@@ -185,7 +185,7 @@ class Placement:
         self._refused_priority = np.zeros(len(workers), dtype=np.int64)
         self._may_preempt = np.ones(len(workers), dtype=np.bool_)
         self._max_rows = np.array([c.max_num_seqs for c in sizes], dtype=np.int64)
-        self._times = np.full((2, len(workers)), np.nan)  # of a decode step, and of a prompt token; NaN: unknown
+        self._times = np.full((2, len(workers)), np.nan)  # seconds of a decode step and of a prompt token; NaN: unknown
         self._measured_at = np.zeros(len(workers), dtype=np.int64)  # in admissions
         self._step_slowness = self._slowness = np.ones(len(workers))  # relative to the fastest worker
         self._load, self._free_rows = self._expected_prefill, self._rows

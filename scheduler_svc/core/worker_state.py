@@ -304,8 +304,8 @@ class WorkerState:
         self.room_version = 0  # +1 when rows or blocks become free; older refusals no longer hold
         self.decode_s: float | None = None  # running mean of the duration of a decode step
         self.prompt_token_s: float | None = None  # by how much a prompt token makes a step longer
-        self._prompt_s = self._prompt_tokens = 0.0  # of the newest steps with prompts: how much longer they took
-        self.smallest_refused: Refusal | None = None  # of the refused sequences, the one that needs least
+        self._prompt_s = self._prompt_tokens = 0.0  # sums over the newest steps with prompts, beyond `decode_s`
+        self.smallest_refused: Refusal | None = None  # refusal of the sequence that needs least
         self._num_answered = 0  # steps
         self._prefill_in_flight = 0  # prompt tokens of the steps in flight
         self._root_salt = root_salt
