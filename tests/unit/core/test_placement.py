@@ -139,7 +139,7 @@ def test_what_was_written_long_ago_keeps_no_worker_idle() -> None:
     busy, idle = scheduler._workers.values()
     for row in idle.rows.active().tolist():
         scheduler.abort_group(idle.rows.sequence(row).group.request_id, FinishReason.ABORTED)
-    scheduler._placement.add_written(idle, 200)  # of 256 in its pool
+    scheduler._placement.add_written(idle, 200)  # its pool has 256
     add(scheduler, "short", list(range(900, 908)), max_tokens=20)
     assert opened(scheduler.schedule(0.0)) == {idle.capacity.worker_id: ["short"]}
     for _ in range(40):
