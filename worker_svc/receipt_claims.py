@@ -47,7 +47,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class ReceiptParameters:
     """The parameters of the request."""
 
     sampling: types.SamplingParams
@@ -114,7 +114,7 @@ def spans_of(receipt: Receipt) -> list[Span]:
     return spans
 
 
-def parameters_of(receipt: Receipt) -> Parameters:
+def parameters_of(receipt: Receipt) -> ReceiptParameters:
     """The request's parameters, each in its range. Raises ReceiptError."""
     payload = receipt.payload
     try:
@@ -140,10 +140,10 @@ def parameters_of(receipt: Receipt) -> Parameters:
     ):
         if is_wrong:
             raise ReceiptError(f"no server signs this: {words}")
-    return Parameters(sampling, stop, condition, bad_words_ids)
+    return ReceiptParameters(sampling, stop, condition, bad_words_ids)
 
 
-def check_ids(receipt: Receipt, asked: Parameters, info: EngineInfo) -> None:
+def check_ids(receipt: Receipt, asked: ReceiptParameters, info: EngineInfo) -> None:
     """Raises ReceiptError for token ids that the model does not have, and for rules that leave it no token."""
     size, answer = info.vocab_size, receipt.answer
     lists: dict[str, Sequence[int]] = {"prompt_token_ids": answer.prompt_token_ids, "token_ids": answer.token_ids}
@@ -160,7 +160,9 @@ def check_ids(receipt: Receipt, asked: Parameters, info: EngineInfo) -> None:
         raise ReceiptError(f"the payload describes no request: {error}") from None
 
 
-def open_points(receipt: Receipt, asked: Parameters, info: EngineInfo, tokenizer: Callable[[], Texts]) -> Iterator[str]:
+def open_points(
+    receipt: Receipt, asked: ReceiptParameters, info: EngineInfo, tokenizer: Callable[[], Texts]
+) -> Iterator[str]:
     """Statements that are neither wrong nor provable here. Raises ReceiptError for an end that contradicts the ids.
     `tokenizer` raises ValueError if there is none."""
     ids, reason = receipt.answer.token_ids, receipt.payload["finish_reason"]
@@ -185,7 +187,7 @@ def open_points(receipt: Receipt, asked: Parameters, info: EngineInfo, tokenizer
         yield f"finish_reason is {reason}, which does not follow from the tokens"
 
 
-def _open_texts(receipt: Receipt, asked: Parameters, tokenizer: Texts) -> Iterator[str]:
+def _open_texts(receipt: Receipt, asked: ReceiptParameters, tokenizer: Texts) -> Iterator[str]:
     """Stop strings and bad words against the token ids. The gateway's text may differ in special tokens and the first
     space, so a difference refutes nothing."""
     ids = receipt.answer.token_ids

@@ -79,7 +79,9 @@ COMPARED = [
 def test_a_published_checkpoint_has_the_logits_of_transformers(row: Published, tmp_path: Path) -> None:
     folder = write(row, tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": 0}))  # the published one is too large
+    if name_of(row) in ("Phi3ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM", "SmolLM3ForCausalLM"):
+        config["pad_token_id"] = 0  # the default of these classes is too large here
+    (folder / "config.json").write_text(json.dumps(config))
     driver = Driver(ModelRunner(EngineConfig(folder, "float32", num_blocks=8, threads=1)))
     prompt = [(7 * i) % 48 for i in range(40)]
     driver.open(0, prompt)
