@@ -65,7 +65,8 @@ class NoTimes(StepTimes):
 
 def speculate(runner: StepRunner, expected: dict[bytes, list[int]], right: float, most: int = 4) -> RowDrafts:
     """Let a runner that has no drafts compute these, in each step."""
-    drafts = RowDrafts(runner._rows, most, lambda rows: GivenDrafts(rows, expected, right))
+    runner._rows._parts = [part for part in runner._rows._parts if not isinstance(part, RowDrafts)]
+    drafts = RowDrafts(runner._rows, most, lambda rows: GivenDrafts(rows, expected, right), runner._tables)
     drafts._times = NoTimes()
     runner._drafts = drafts
     return drafts

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from step_protocol.messages import NO_RULES, RowErrorCode, RowOpen, TokenRules
+from step_protocol.messages import NO_RULES, RowErrorCode, RowOpen, StepBatch, TokenRules
 from tests.gpu.builders import DEVICE
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.fake_graphs import FakeRecorder
@@ -19,10 +19,11 @@ from tests.unit.engine.driver import GREEDY, seeded, u32
 from tests.unit.engine.models import load_reference, make_model
 from worker_svc.engine.gpu import loading
 from worker_svc.engine.gpu.collectives.group import ALONE
-from worker_svc.engine.gpu.step.scores import Scorer
-from worker_svc.engine.rows.errors import RowErrors
+from worker_svc.engine.gpu.step.logprobs import Scorer
+from worker_svc.engine.rows.beams import BeamLines, best_candidates, take_log_softmax
 from worker_svc.engine.rows.open_rows import OpenRows
-from worker_svc.engine.sampling.beams import BeamLines, best_candidates, take_log_softmax
+from worker_svc.engine.rows.tables import add_tables
+from worker_svc.engine.step import RowErrors
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -181,13 +182,17 @@ def test_candidates_of_all_ranks_equal_the_specification():
 
 def test_a_token_that_arrives_late_does_not_replace_that_of_a_moved_beam():
     rows, errors = OpenRows(2, 32, 16, 4, 50), RowErrors()
+    beams = add_tables(rows).beams
     opens = [RowOpen(row, u32(1, 2), 2, u32(row), 0, GREEDY, 0, rules=NO_RULES, num_candidates=2) for row in (0, 1)]
     rows.open(opens, errors)
     both, ends = np.array([0, 1]), np.array([2, 2])
     rows.mark_computed(both, ends)
     rows.append(both, ends, u32(9, 9))
     generations = rows.generations(both).copy()
-    moved = rows.move_beams(u32(1), u32(0), u32(7), errors)
+    none = u32()
+    step = StepBatch(1, none, none, none, np.empty(0, np.bool_), none)
+    step.beam_rows, step.beam_parents, step.beam_tokens = u32(1), u32(0), u32(7)
+    beams.apply(step, errors)
     rows.fill(both, generations, ends, u32(11, 12))
-    assert (moved.tolist(), errors.to_list()) == ([1], [])
+    assert not errors
     assert [rows.history(row)[1].tolist() for row in (0, 1)] == [[11], [7]]

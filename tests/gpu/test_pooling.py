@@ -22,8 +22,8 @@ from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_adapters import place
 from worker_svc.engine.backend import Norm
 from worker_svc.engine.gpu.collectives.group import ALONE
+from worker_svc.engine.gpu.step.logprobs import Scorer
 from worker_svc.engine.gpu.step.pooling import DevicePooling
-from worker_svc.engine.gpu.step.scores import Scorer
 from worker_svc.engine.pooling.weights import PoolingWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

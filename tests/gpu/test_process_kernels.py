@@ -16,8 +16,9 @@ from worker_svc.engine.gpu.kernels.deltas import apply_deltas
 from worker_svc.engine.gpu.kernels.sampler import process
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS, changed_words, make_state
 from worker_svc.engine.gpu.step.processing import DeviceProcessing
-from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.open_rows import OpenRows
+from worker_svc.engine.rows.positions import RowPositions
+from worker_svc.engine.step import RowErrors
 
 VOCAB = 2500  # two chunks
 BLOCKS = 4
@@ -30,6 +31,8 @@ class Device:
         self.rows = OpenRows(num_rows, 16 * BLOCKS, 16, 1, VOCAB)
         self.state = make_state(num_rows, BLOCKS, DEVICE)
         self.processing = DeviceProcessing(self.state, vocab)
+        self.rows.add_parts(self.processing.serve(self.rows))
+        self.places = RowPositions(num_rows)
         self.vocab = vocab
 
     def open(self, row: int, asked: Asked, prompt: list[int], output: list[int]) -> None:
@@ -40,11 +43,12 @@ class Device:
         errors = RowErrors()
         self.rows.close(u32(row))
         self.rows.open([item], errors)
-        assert errors.to_list() == []
+        assert list(errors.values()) == []
         none = u32()
         batch = StepBatch(1, none, none, none, np.empty(0, np.bool_), none, opens=[item])
-        apply_deltas(self.state, torch.from_numpy(changed_words(batch, self.rows, self.state.shape[1])).to(DEVICE))
-        self.processing.open([item], self.rows)
+        apply_deltas(
+            self.state, torch.from_numpy(changed_words(batch, self.rows, self.places, self.state.shape[1])).to(DEVICE)
+        )
 
     def note(self, rows: list[int], tokens: list[int]) -> None:
         """Append a sampled token to each row."""
@@ -58,7 +62,7 @@ class Device:
 
     def processed(self, logits: torch.Tensor, rows: list[int]) -> np.ndarray:
         """The kernels' result; the last line of `logits` is padding."""
-        found = self.processing.process(logits, ints(*rows, -1), ints(*self.positions(rows), 0))
+        found = self.processing.processed(logits, ints(*rows, -1), ints(*self.positions(rows), 0))
         return found[:-1].cpu().numpy()
 
     def expected(self, logits: torch.Tensor, rows: list[int]) -> np.ndarray:
@@ -132,7 +136,7 @@ def test_long_bad_words_match_across_the_end_of_the_ring_of_tokens() -> None:
         token = 100 + position - (process.RECENT - 20)
         device.processing.note(ints(token), ints(0), ints(position))
     logits = torch.zeros(1, VOCAB, device=DEVICE)
-    found = device.processing.process(logits, ints(0), ints(process.RECENT + 20))
+    found = device.processing.processed(logits, ints(0), ints(process.RECENT + 20))
     assert torch.isinf(found[0]).nonzero().flatten().tolist() == [7]
 
 

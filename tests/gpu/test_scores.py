@@ -19,7 +19,7 @@ from tests.unit.engine.test_engine_logprobs import check_scores
 from worker_svc.engine.backend import TopLogprobs
 from worker_svc.engine.gpu.collectives.group import ALONE
 from worker_svc.engine.gpu.messages import step_from_bytes, step_to_bytes
-from worker_svc.engine.gpu.step.scores import HostScores, Scorer
+from worker_svc.engine.gpu.step.logprobs import HostScores, Scorer
 from worker_svc.engine.kernels import exact_ops
 from worker_svc.engine.rows.logprobs import LogprobRows
 

@@ -26,8 +26,9 @@ from worker_svc.engine.gpu.runner import DeviceRunner
 from worker_svc.engine.gpu.step.device_rows import changed_words, make_state
 from worker_svc.engine.gpu.step.pending_step import PendingStep
 from worker_svc.engine.gpu.step.processing import DeviceProcessing
-from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.open_rows import OpenRows
+from worker_svc.engine.rows.positions import RowPositions
+from worker_svc.engine.step import RowErrors
 
 REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -172,20 +173,20 @@ def test_drafts_count_as_output_before_the_tokens_behind_them():
     found = {}
     for name in ("torch", "triton", "alone"):
         rows = OpenRows(3, 64, 16, 8, vocab)
-        rows.open([row], RowErrors())
         state = make_state(3, 4, device)
-        step = StepBatch(0, *[np.empty(0, np.uint32)] * 5, opens=[row])
-        apply_deltas(state, torch.from_numpy(changed_words(step, rows, state.shape[1])))
         processing = DeviceProcessing(state, range(vocab))
-        processing.open([row], rows)
+        rows.add_parts(processing.serve(rows))
+        rows.open([row], RowErrors())
+        step = StepBatch(0, *[np.empty(0, np.uint32)] * 5, opens=[row])
+        apply_deltas(state, torch.from_numpy(changed_words(step, rows, RowPositions(3), state.shape[1])))
         of_row, positions = torch.ones(4, dtype=torch.int32), torch.arange(3, 7, dtype=torch.int32)
         if name != "alone":
             with forms.using(forms.TORCH if name == "torch" else forms.TRITON):
-                found[name] = processing.process(logits, of_row, positions, (nth, sampled_from, ids))
+                found[name] = processing.processed(logits, of_row, positions, (nth, sampled_from, ids))
             continue
         alone = []
         for line in range(4):
-            alone.append(processing.process(logits[line : line + 1], of_row[:1], positions[line : line + 1]))
+            alone.append(processing.processed(logits[line : line + 1], of_row[:1], positions[line : line + 1]))
             if line < 3:
                 processing.note(ids[3 + line : 4 + line], of_row[:1], positions[line : line + 1])
         found[name] = torch.cat(alone)

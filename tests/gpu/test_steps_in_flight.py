@@ -17,6 +17,7 @@ from worker_svc.engine.gpu.attention.tiles import DECODE_TILES, EXACT_TILES, PRE
 from worker_svc.engine.gpu.start.setup import choose_dtype
 from worker_svc.engine.gpu.step.pending_step import NO_IDS, PendingStep, Writes
 from worker_svc.engine.gpu.step.step_buffer import Staging
+from worker_svc.engine.step import RowErrors
 
 
 class Event:
@@ -39,7 +40,7 @@ def test_memory_of_a_step_is_not_reused_while_it_is_read():
     rows = np.array([0, 1])
     staging = Staging(torch.zeros(1), torch.tensor([7, 8, 0, 0], dtype=torch.int32), Event())
     writes = Writes((NO_IDS, NO_IDS), NO_IDS, NO_IDS, NO_IDS, rows, rows, rows)
-    step = PendingStep(1, staging, writes, [], time.perf_counter())
+    step = PendingStep(1, staging, writes, RowErrors(), time.perf_counter())
     seen = []
 
     def settle() -> None:

@@ -137,7 +137,7 @@ class Worker:
         self.num_steps = step.step_id
         self.sample_of |= {opened.row: (opened.group, opened.sample_index) for opened in step.opens}
         for row in step.rows.tolist():
-            end = int(self.runner._rows.states.positions[row])
+            end = int(self.runner._tables.states.positions[row])
             group, sample = self.sample_of[row]
             _, states = undisturbed(self.folder, tuple(group.prompt.tolist()), group.sampling.seed, sample)
             found = self.runner._pool.states.slots[row].numpy().tobytes()
@@ -261,14 +261,14 @@ def test_states_are_those_of_undisturbed_runs(model_dir):
 
 
 def test_a_state_that_keeps_wrong_drafts_is_found(model_dir, monkeypatch):
-    settle = RowStates.settle_drafts
+    settle = RowStates.sampled
 
-    def keep(self, plan, is_token):
+    def keep(self, step, logits, found):
         with monkeypatch.context() as patch:
             patch.setattr(self._pool, "copy", lambda sources, targets: None)
-            settle(self, plan, is_token)
+            settle(self, step, logits, found)
 
-    monkeypatch.setattr(RowStates, "settle_drafts", keep)
+    monkeypatch.setattr(RowStates, "sampled", keep)
     with pytest.raises(AssertionError, match=r"row \d+ after"):
         Run(model_dir, 0).run()
 

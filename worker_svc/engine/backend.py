@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from worker_svc.engine.adapters.packed import AdapterRows, PackedAdapter
     from worker_svc.engine.checkpoint.architecture import NormKind, SharedKind
     from worker_svc.engine.recurrent import RecurrentWeights, StatePool
-    from worker_svc.engine.sampling.processors import ProcessedRows
 
 
 class BackendUnavailableError(RuntimeError):
@@ -78,7 +77,7 @@ class GroupColumns:
     tables: I32  # [G, max_num_seqs, max_blocks]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ForwardBatch:
     """The rows of one forward pass: B rows, T tokens, all valid."""
 
@@ -450,8 +449,8 @@ class Backend(LayerBackend, Protocol):
         """x = cap * tanh(x / cap)."""
         ...
 
-    def process_logits(self, logits: torch.Tensor, selected: ProcessedRows) -> None:
-        """Changes float32 logits [S, vocab] of the selected rows in place, as processors.py specifies."""
+    def process_logits(self, logits: torch.Tensor, selected: Any) -> None:
+        """Changes float32 logits [S, vocab] in place, of the `ProcessedRows` that processors.py selects, as it says."""
         ...
 
     def sample(self, logits: torch.Tensor, columns: SamplingColumns) -> tuple[U32, npt.NDArray[np.bool_]]:

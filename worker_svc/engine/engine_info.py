@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from request_fields.checks import default_sampling
 from request_fields.sizes import SizeLimits
-from worker_svc.engine.checkpoint.model_folder import bundle_digest
+from worker_svc.engine.checkpoint.model_folder import bundle_digest, eos_token_ids
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 from worker_svc.engine.decoder.config import ModelConfig
@@ -16,6 +17,13 @@ from worker_svc.engine.decoder.rotary import length_choice
 from worker_svc.engine.kernels.numerics import build
 
 logger = logging.getLogger(__name__)
+
+
+def choose_dtype(config: EngineConfig, checkpoint: Checkpoint) -> ComputeDtype:
+    """The number type of a model: as configured, or float32 if the checkpoint has it, else bfloat16."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if checkpoint.stored_dtype() is torch.float32 else "bfloat16"
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
@@ -55,6 +63,8 @@ def make_engine_info(
         build=build(),
         quantize=config.quantize,
         kv_cache_dtype=config.kv_cache_dtype,
+        eos_token_ids=eos_token_ids(checkpoint.generation_config, checkpoint.config),
+        default_sampling=default_sampling(checkpoint.generation_config),
         **(of_settings | of_model),
     )
 

@@ -6,21 +6,20 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
 from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import EMPTY, BadBatchError, RowErrorCode, RowOpen, StepBatch, StepOutput
+from step_protocol.messages import EMPTY, BadBatchError, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.decoder.block_payload import Movable
-from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.open_rows import OpenRows
-from worker_svc.engine.rows.step_checker import CheckedStep, StepChecker
+from worker_svc.engine.rows.step_checker import StepChecker
+from worker_svc.engine.rows.tables import RowTables
 from worker_svc.engine.speculation.drafts import DraftCounts, Proposer, RowDrafts, SuffixProposer
-
-if TYPE_CHECKING:
-    from worker_svc.engine.rows.images import ImageEncoder
+from worker_svc.engine.step import CheckedStep, RowErrors
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +30,6 @@ OUT_OF_MEMORY = (
     "not enough memory",
     "out of memory",
 )  # in the message of torch's RuntimeError
-NOTHING_TO_SAMPLE = (
-    "the logits contain NaN, infinity or no finite number; check that allowed_token_ids, banned_token_ids, bad_words "
-    "and the grammar of the request do not exclude all token ids"
-)
 MAX_OUT_OF_MEMORY_STEPS = 3  # consecutive; a worker that cannot compute must not keep accepting rows
 
 
@@ -46,12 +41,12 @@ class StepRunner(ABC):
     """
 
     info: EngineInfo
-    images: ImageEncoder | None = None  # None: the model takes none
+    images: Any = None  # an ImageEncoder; None: the model takes none
     _rows: OpenRows
 
-    def _serve(self, rows: OpenRows, info: EngineInfo) -> None:
-        """Ends the load: `rows` are the rows of the model that `info` describes."""
-        self._rows, self.info = rows, info
+    def _serve(self, rows: OpenRows, tables: RowTables, info: EngineInfo) -> None:
+        """Ends the load: `rows` are the rows of the model that `info` describes, with these features."""
+        self._rows, self._tables, self.info = rows, tables, info
         self._checker = StepChecker(rows, info)
         self._drafts: RowDrafts | None = None  # None: no row speculates
         self._num_out_of_memory = 0  # consecutive steps
@@ -68,7 +63,7 @@ class StepRunner(ABC):
         self._drafts = self._make_drafts(config, make_proposer)
 
     def _make_drafts(self, config: EngineConfig, make_proposer: Callable[[OpenRows], Proposer]) -> RowDrafts:
-        return RowDrafts(self._rows, config.max_drafts, make_proposer)
+        return RowDrafts(self._rows, config.max_drafts, make_proposer, self._tables)
 
     @property
     def draft_counts(self) -> DraftCounts | None:
@@ -86,20 +81,13 @@ class StepRunner(ABC):
         errors = RowErrors()
         self._apply_changes(batch, errors)
         step = self._with_drafts(batch, errors)
-        output = self._compute_or_fail(step, errors, lambda: self._run_step(step, errors))
+        output = self._compute_or_fail(step, errors, partial(self._run_step, step, errors))
         output = output or StepOutput(batch.step_id, EMPTY, EMPTY)
-        output.errors = errors.to_list()
+        output.errors = list(errors.values())
         if self._drafts is not None:
             self._drafts.propose(step, output, time.perf_counter() - started)
         output.forward_us = int((time.perf_counter() - started) * 1e6)
         return output
-
-    def _advance_images(self, batch: StepBatch) -> None:
-        """Does the work on images that this step has. A row that is closed, or that failed, has none."""
-        for work in batch.images:
-            item = self._rows.inputs.find(work.row, work.start)
-            if self.images is not None and item is not None and item.kind == "image":
-                self.images.advance(item, work.done / work.total)
 
     def _with_drafts(self, batch: StepBatch, errors: RowErrors) -> StepBatch:
         if self._drafts is not None:
@@ -120,7 +108,7 @@ class StepRunner(ABC):
     def _is_token(self, plan: CheckedStep, token_ids: U32, is_bad: Bools) -> Bools:
         """Which samples become tokens, or fail their row: all of them, except behind a wrong draft."""
         if self._drafts is None or plan.num_after is None:
-            return np.ones(len(token_ids), np.bool_)
+            return ~np.zeros(len(token_ids), np.bool_)
         return self._drafts.accept(plan, plan.num_after, token_ids, is_bad)
 
     def _run_step(self, batch: StepBatch, errors: RowErrors) -> StepOutput | None:
@@ -145,36 +133,26 @@ class StepRunner(ABC):
 
     def _apply_changes(self, batch: StepBatch, errors: RowErrors) -> tuple[I64, I64]:
         """Returns the block copies: sources and targets."""
-        self._rows.close(batch.close_rows)
-        self._rows.open(batch.opens, errors)
-        self._after_opens([item for item in batch.opens if item.row not in errors])
-        self._rows.change_tables(batch.table_rows, batch.table_indices, batch.table_blocks, errors)
+        if len(batch.close_rows):
+            self._rows.close(batch.close_rows)
+        if batch.opens:
+            self._rows.open(batch.opens, errors)
+        if len(batch.table_rows):
+            self._rows.change_tables(batch.table_rows, batch.table_indices, batch.table_blocks, errors)
         copies = batch.copy_src.astype(np.int64), batch.copy_dst.astype(np.int64)
         if len(copies[0]):
             self._copy_blocks(*copies)
         if len(batch.commit_blocks):
             self._commit(batch.commit_blocks.astype(np.int64), batch.commit_digests)
-        self._after_moves(self._rows.move_beams(batch.beam_rows, batch.beam_parents, batch.beam_tokens, errors))
+        if len(batch.beam_rows):
+            self._tables.beams.apply(batch, errors)
         return copies
 
     def _commit(self, blocks: I64, digests: list[bytes]) -> None:
-        """Snapshots follow the blocks."""
-        end = self.info.num_all_blocks
-        if self._rows.states is not None and int(blocks.max()) >= end:
-            kept = np.flatnonzero(blocks >= end).tolist()
-            self._rows.states.commit((blocks[kept] - end).tolist(), [digests[i] for i in kept])
-            own = np.flatnonzero(blocks < end).tolist()
-            blocks, digests = blocks[own], [digests[i] for i in own]
+        for part in self._rows.block_parts:
+            blocks, digests = part.commit(blocks, digests)
         if len(blocks):
             self._commit_blocks(blocks, digests)
-
-    def _after_opens(self, opens: list[RowOpen]) -> None:
-        """For what a backend keeps of an opened row besides its entry in the table."""
-        return
-
-    def _after_moves(self, rows: I64) -> None:
-        """For beams that continue other beams."""
-        return
 
     @abstractmethod
     def _copy_blocks(self, sources: I64, targets: I64) -> None: ...

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,14 @@ from worker_svc.engine.backend import TopLogprobs
 from worker_svc.engine.checkpoint.model_folder import TensorSum, tensor_sums
 from worker_svc.engine.config import EngineConfig, StagedWeights
 from worker_svc.engine.decoder.block_payload import MovableBlocks
-from worker_svc.engine.rows.errors import RowErrors
+from worker_svc.engine.row_part import RowPart
+from worker_svc.engine.rows.beams import BeamLines
 from worker_svc.engine.rows.logprobs import LogprobRows, PromptTargets, spread, to_columns
 from worker_svc.engine.rows.open_rows import OpenRows
-from worker_svc.engine.rows.step_checker import CheckedStep
-from worker_svc.engine.sampling.beams import BeamLines
+from worker_svc.engine.rows.tables import add_tables
 from worker_svc.engine.sampling.grammars import RowMasks, compiled_grammars
 from worker_svc.engine.sampling.processors import ProcessedRows
+from worker_svc.engine.step import CheckedStep, RowErrors
 from worker_svc.engine.step_runner import StepRunner
 from worker_svc.simulator.model import SimAdapter, read_info, read_sim_adapter
 from worker_svc.simulator.pool import U64, Histories, SimPool, mix
@@ -81,6 +82,20 @@ class SimConfig:
         return self.step_ms / 1e3 + num_prefill_tokens / self.prefill_tokens_per_s + num_decodes * self.token_us / 1e6
 
 
+class _RowHistories(RowPart):
+    """Starts the history of each row that opens, or continues another one."""
+
+    def __init__(self, start: Callable[[int, Sequence[CarriedInput]], None]) -> None:
+        self._start = start
+
+    def open(self, item: RowOpen) -> None:
+        self._start(item.row, item.inputs)
+
+    def move(self, sources: I64, targets: I64) -> None:
+        for row in targets.tolist():
+            self._start(row, ())
+
+
 class SimRunner(StepRunner):
     """A step is computed when it is called. It reads config.json and the tokenizer of the model folder, never weights.
 
@@ -103,11 +118,12 @@ class SimRunner(StepRunner):
         for name, folder in config.adapters:
             self.adapters.load(name, folder)
         self._row_adapters = RowAdapters(info.max_num_seqs, self.adapters.find)
-        rows = OpenRows(
-            info.max_num_seqs, info.max_model_len, info.block_size, info.num_blocks, info.vocab_size, grammars,
-            hidden_size=info.hidden_size, adapters=self._row_adapters, images=info.images,
-        )  # fmt: skip
-        self._serve(rows, info)
+        rows = OpenRows(info.max_num_seqs, info.max_model_len, info.block_size, info.num_blocks, info.vocab_size)
+        tables = add_tables(
+            rows, grammars=grammars, hidden_size=info.hidden_size, adapters=self._row_adapters, images=info.images
+        )
+        rows.add_parts(_RowHistories(self._start_history))
+        self._serve(rows, tables, info)
         if config.proposer not in (None, "suffix"):
             raise ValueError(f"speculate={config.speculate} needs a model that computes; a simulated worker has suffix")
         self._speculate(config)
@@ -150,21 +166,13 @@ class SimRunner(StepRunner):
     def movable_blocks(self) -> MovableBlocks:
         return MovableBlocks(self._pool, self._pool.block_parts())
 
-    def _after_opens(self, opens: list[RowOpen]) -> None:
-        for item in opens:
-            self._start_history(item.row, item.inputs)
-
     def _copy_blocks(self, sources: I64, targets: I64) -> None:
         self._pool.copy(sources, targets)
 
     def _commit_blocks(self, blocks: I64, digests: list[bytes]) -> None:
         self._pool.commit(blocks, digests)
 
-    def _after_moves(self, rows: I64) -> None:
-        for row in rows.tolist():
-            self._start_history(row)
-
-    def _start_history(self, row: int, inputs: Sequence[CarriedInput] = ()) -> None:
+    def _start_history(self, row: int, inputs: Sequence[CarriedInput]) -> None:
         """Sets the history of a row to its tokens. The positions of inputs follow from the data of the inputs, so that
         KV of another input with the same ids differs.
         """
@@ -181,7 +189,7 @@ class SimRunner(StepRunner):
         """For each token of a row, a number that identifies its position on all axes: its index, if there are no
         images before it."""
         rows, indices = np.array([row]), np.arange(num_tokens)
-        positions = self._rows.positions
+        positions = self._tables.positions
         axes = positions.on_axes(rows, np.array([0, num_tokens]), indices)
         if axes is None:
             return positions.shifted(np.full(num_tokens, row), indices)
@@ -202,7 +210,8 @@ class SimRunner(StepRunner):
         for row in plan.sampling_rows[~is_good]:
             errors.add(int(row), "the parent row of this fork has failed", RowErrorCode.INTERNAL)
         rows, positions = plan.sampling_rows, plan.sampled_positions
-        pending = self._rows.start_masks(rows, positions)
+        grammars = self._tables.grammars
+        pending = None if grammars is None else grammars.start(rows, positions)
         masks = None if pending is None else pending.result()
         if masks is not None:
             errors.add_all(masks.errors(rows))
@@ -210,7 +219,7 @@ class SimRunner(StepRunner):
         token_ids = self._sample(rows, positions, masks)
         is_good &= self._is_token(plan, token_ids, ~is_good)
         rows, positions, token_ids = rows[is_good], positions[is_good], token_ids[is_good]
-        beams = self._rows.beam_lines(rows)
+        beams = self._tables.beams.lines(rows)
         output = StepOutput(
             batch.step_id,
             EMPTY,
@@ -220,7 +229,7 @@ class SimRunner(StepRunner):
             candidates=NO_CANDIDATES if beams is None else self._candidates(beams, rows, positions),
         )
         self._append_samples(plan, rows, positions, token_ids, output)
-        self._histories.append(rows, positions, self._rows.positions.shifted(rows, positions), token_ids)
+        self._histories.append(rows, positions, self._tables.positions.shifted(rows, positions), token_ids)
         return output
 
     def _add_drafts(self, plan: CheckedStep, num_after: I64) -> None:
@@ -228,19 +237,19 @@ class SimRunner(StepRunner):
         for nth in range(int(num_after.max(initial=0)), 0, -1):
             lines = num_after == nth
             rows, positions = plan.sampling_rows[lines], plan.sampled_positions[lines]
-            places = self._rows.positions.shifted(rows, positions)
+            places = self._tables.positions.shifted(rows, positions)
             token_ids = self._rows.token_ids(rows, positions).astype(np.uint32)
             self._histories.append(rows, positions, places, token_ids)
 
     def _logprobs(self, rows: I64, positions: I64, token_ids: U32) -> LogprobColumns | None:
-        asked = self._rows.logprobs.asked(rows)
+        asked = self._tables.logprobs.asked(rows)
         if asked is None:
             return None
         draws = mix(self._histories.digests[rows, positions])
         return sampled_columns(draws, token_ids, asked, self.info.vocab_size)
 
     def _prompt_logprobs(self, plan: CheckedStep, bad_rows: I64) -> PromptLogprobs | None:
-        targets = self._rows.prompt_targets(plan.token_rows, plan.positions)
+        targets = self._tables.logprobs.prompt_targets(plan.token_rows, plan.positions)
         if targets is None:
             return None
         draws = mix(self._histories.digests[targets.rows, targets.positions])

@@ -18,9 +18,9 @@ from worker_svc.engine.gpu.kernels.sampler.banned import mask_banned
 from worker_svc.engine.gpu.kernels.sampler.thresholds import Thresholds
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.gpu.step.processing import DeviceProcessing
-from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.sampling.processors import RowProcessing, process_logits
+from worker_svc.engine.step import RowErrors
 
 GREEDY = sampling_params({"temperature": 0.0})
 NOISE = [
@@ -91,7 +91,7 @@ def processed_cases(setup: Setup) -> Iterator[Case]:
         rows = torch.arange(last - first, dtype=torch.int32, device=setup.device) + first
         positions = torch.full_like(rows, len(output) - 1)
         processing.note(torch.full_like(rows, int(output[-1])), rows, positions)
-        return {"logits": processing.process(own[first:last], rows, positions + 1)}
+        return {"logits": processing.processed(own[first:last], rows, positions + 1)}
 
     inputs = f"{len(prompt)} + {len(output)} tokens, this rank's ids {part}, {setup.dtype}"
     yield Case("process", inputs, (0, 1, 2), run, {"logits": expected[:, part.start : part.stop]})
@@ -113,14 +113,14 @@ def _processing(setup: Setup, item: RowOpen, part: range) -> DeviceProcessing:
     """Tables of two rows: the given one without its last token, and one that asks for nothing."""
     rows = OpenRows(2, setup.block_size * 4 + len(item.token_ids), setup.block_size, 1, setup.vocab_size)
     opens = [replace(item, token_ids=item.token_ids[:-1]), RowOpen(1, item.token_ids, 1, item.banned_ids, 0, GREEDY, 0)]
-    rows.open(opens, RowErrors())
     state = setup.records(2)
+    processing = DeviceProcessing(state, part)
+    rows.add_parts(processing.serve(rows))
+    rows.open(opens, RowErrors())
     for row in opens:
         words = sampling_words(row.sampling, 0)
         words[WORDS["is_processed"]] = rows.is_always_processed(row.row)
         state[row.row, :HEAD_WORDS] = torch.from_numpy(words)
-    processing = DeviceProcessing(state, part)
-    processing.open(opens, rows)
     return processing
 
 

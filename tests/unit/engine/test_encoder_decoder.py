@@ -205,7 +205,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_threads(
     steps.run([], {1: (16, 25, True), 0: (80, 100, True), 2: (144, 153, True)})
     assert torch.equal(alone, in_chunks)
     assert torch.equal(alone, steps.logits[-1][1])
-    assert steps.runner.num_encoder_runs == 3
+    assert steps.runner._model.num_encoder_runs == 3
 
 
 def test_a_row_reads_an_encoder_input_that_another_row_computes_in_the_same_step(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_row_reads_an_encoder_input_that_another_row_computes_in_the_same_step
     opens = [first, RowOpen(1, second.token_ids, second.prompt_len, shared, 48, GREEDY, 0, encoder=second.encoder)]
     steps.run(opens, {1: (48, 54, True), 0: (0, 48, False)})
     assert torch.equal(steps.logits[-1][-1], expected)
-    assert steps.runner.num_encoder_runs == 1
+    assert steps.runner._model.num_encoder_runs == 1
 
 
 def test_rows_with_a_bad_encoder_input_fail_alone(tmp_path: Path) -> None:

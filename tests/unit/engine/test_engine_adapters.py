@@ -354,7 +354,7 @@ def test_a_row_needs_a_resident_adapter_and_keeps_it(tmp_path, qwen3):
     check_against(load_merged(folder, adapter), driver, [0])
     driver.close(0)
     driver.step({})
-    assert not driver.runner._row_adapters.in_use
+    assert not driver.runner._tables.adapters.in_use
 
 
 def test_adapters_need_a_backend_that_computes_them(tmp_path, qwen3, monkeypatch):

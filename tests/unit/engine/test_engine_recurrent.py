@@ -42,7 +42,7 @@ def load_small(folder, **settings):
 
 
 def states(runner) -> RowStates:
-    return runner._rows.states
+    return runner._tables.states
 
 
 def state_of(driver: Driver, row: int) -> bytes:
@@ -180,7 +180,8 @@ def test_snapshots_are_read_and_written_as_bytes(model_dir):
     words, payload = snapshots.read(0, found[4:])
     assert words.tobytes() == found
     assert snapshots.read(0, b"digest of a tier") is None
-    states(driver.runner).commit([0, 1], [b"digest of a tier"] * 2)
+    first = driver.runner.info.num_all_blocks
+    assert len(states(driver.runner).commit(np.array([3, first, first + 1]), [b"digest of a tier"] * 3)[0]) == 1
     assert snapshots.read(0, b"digest of a tier")[1].tobytes() == payload.tobytes()
     assert snapshots.read(1, b"digest of a tier") is None
     assert snapshots.read(0, state_id(u32(*prompt[: BLOCK - 1]), b"")[4:]) is None

@@ -85,7 +85,7 @@ class MtpFormula:
 def recorded_drafts(runner: ModelRunner) -> list[tuple[int, int, torch.Tensor]]:
     """For each draft of the only row: how many tokens the row has, how many drafts are before it, and its logits."""
     found: list[tuple[int, int, torch.Tensor]] = []
-    sampler = runner._heads._sampler
+    sampler = runner._drafts._proposer._sampler
     sample = sampler.sample
 
     def recording(logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> Any:
@@ -261,7 +261,7 @@ def test_updated_weights_have_their_head(mtp_dir: Path, tmp_path: Path) -> None:
     runner = make_speculating(mtp_dir)
     before = answers_of(runner)
     runner.sleep(("weights",))
-    assert runner._heads.head is None
+    assert runner._drafts._proposer.head is None
     runner.activate(runner.stage(1, ()))
     runner._drafts.counts.accepted[:] = 0
     assert answers_of(runner) == before

@@ -20,6 +20,7 @@ from worker_svc.engine.decoder.kv_cache import GIB, KVCachePool, LayerGroups
 from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.model_runner import ModelRunner
 from worker_svc.engine.rows.group_tables import GroupTables
+from worker_svc.engine.rows.open_rows import OpenRows
 
 
 def gpt_oss(**fields) -> ModelConfig:
@@ -77,17 +78,24 @@ def opening(*tables) -> RowOpen:
 
 
 def test_tables_of_groups_are_checked():
-    tables = GroupTables([CacheGroupInfo(8, 10), CacheGroupInfo(4, 6)], 100, 2, 4, 16)
+    rows = OpenRows(2, 64, 16, 100, 50)
+    tables = GroupTables([CacheGroupInfo(8, 10), CacheGroupInfo(4, 6)], rows)
     assert tables.refusal(opening([100, 109], [110, 115])) is None
     assert "has 1 tables, expected 2" in tables.refusal(opening([100]))
     for bad in ([99], [110], [100] * 5):
         assert "group_tables[0]" in tables.refusal(opening(bad, []))
     tables.open(opening([100], [110, 115]))
-    changes = (u32(0, 0, 0, 0), u32(1, 2, 4, 3), u32(101, 112, 113, 104))
-    assert tables.change(*changes).tolist() == [False, False, True, True]  # beyond the table, behind a gap
+    rows.is_open[0] = True
+    for index, block, is_bad in ((1, 101, False), (2, 112, False), (4, 113, True), (3, 104, True), (0, 7, False)):
+        failed: dict[int, str] = {}
+        changes = u32(0, 1), u32(index, 0), u32(block, 100)  # row 1 is closed
+        left = tables.change_tables(changes, rows.is_open, failed.__setitem__)
+        assert list(failed) == [0] * is_bad  # beyond the table, behind a gap
+        assert left[2].tolist() == ([7, 100] if block == 7 else [100])
     assert tables.lens[:, 0].tolist() == [2, 3]
-    assert tables.slots(np.array([0]), np.array([17])).tolist() == [[17], [81]]
-    assert tables.are_short(np.array([0]), np.array([33])).tolist() == [True]
+    assert tables.slots(np.array([0]), np.array([17])).tolist() == [[1617], [1841]]
+    row = np.array([0])
+    assert tables.are_bad(row, row, np.array([33]), row).tolist() == [True]
 
 
 def test_a_runner_refuses_what_contradicts_its_groups(tmp_path):

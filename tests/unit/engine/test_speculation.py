@@ -72,8 +72,6 @@ def test_every_draft_gives_the_same_answers(model_dir, dtype):
     assert {answer.reason for answer in plain} == {"LENGTH", "EOS", "STOP"}
     steps = {}
     for right, most, depth in ((1.0, 4, 2), (0.7, 3, 2), (0.5, 8, 3), (0.0, 4, 2), (0.8, 5, 1)):
-        runner._drafts = None
-        runner._rows._parts = [part for part in runner._rows._parts if not isinstance(part, RowDrafts)]
         drafts = speculate(runner, expected_of(plain), right, most)
         assert answers_of(runner, depth) == plain
         assert drafts.counts.drafted.sum() > 0

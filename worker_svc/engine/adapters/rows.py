@@ -9,12 +9,13 @@ import numpy as np
 
 from step_protocol.columns import I64, U32
 from step_protocol.messages import RowOpen
+from worker_svc.engine.row_part import RowPart
 
 A = TypeVar("A")
 Find = Callable[[bytes], A | None]
 
 
-class RowAdapters(Generic[A]):
+class RowAdapters(RowPart, Generic[A]):
     """The adapters of rows, as a column of numbers. A row keeps its adapter until it closes, even if the adapter is
     swapped out meanwhile."""
 
@@ -29,8 +30,7 @@ class RowAdapters(Generic[A]):
         self._last_number = 0
 
     def refusal(self, item: RowOpen) -> str | None:
-        """Why a row cannot be opened; None if it can."""
-        if not item.adapter or item.adapter in self._number_of:
+        if item.adapter in self._number_of:
             return None
         if self._find(item.adapter) is None:
             return f"adapter {item.adapter.hex()} is not in use by this worker; place it first"
@@ -42,8 +42,6 @@ class RowAdapters(Generic[A]):
         return None
 
     def open(self, item: RowOpen) -> None:
-        if not item.adapter:
-            return
         number = self._number_of.get(item.adapter) or self._start(item.adapter)
         self.numbers[item.row] = number
 
@@ -56,8 +54,6 @@ class RowAdapters(Generic[A]):
         return self._last_number
 
     def close(self, rows: U32) -> None:
-        if not self.in_use:
-            return
         self.numbers[rows[rows < len(self.numbers)]] = 0
         self._forget_unused()
 
@@ -67,5 +63,6 @@ class RowAdapters(Generic[A]):
 
     def _forget_unused(self) -> None:
         used = set(self.numbers.tolist())
-        self.in_use = {number: adapter for number, adapter in self.in_use.items() if number in used}
+        for number in self.in_use.keys() - used:
+            del self.in_use[number]
         self._number_of = {digest: number for digest, number in self._number_of.items() if number in used}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,49 +11,39 @@ import torch
 
 from step_protocol.columns import F32, I64
 from step_protocol.messages import CarriedInput
-from worker_svc.engine.backend import EncoderColumns, LayerBackend
-from worker_svc.engine.checkpoint.model_folder import CheckpointError
+from worker_svc.engine.backend import EncoderColumns
+from worker_svc.engine.checkpoint.features import check_features
+from worker_svc.engine.checkpoint.model_folder import CheckpointError, eos_token_ids
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import AudioInfo, EncoderInfo, EngineConfig
-from worker_svc.engine.encoder_decoder.config import EncoderDecoderConfig
+from worker_svc.engine.decoder.kv_cache import KVCachePool
+from worker_svc.engine.encoder_decoder.config import EncoderDecoderConfig, parse_encoder_decoder
 from worker_svc.engine.encoder_decoder.log_mel import AudioSettings, LogMel, read_audio_settings
 from worker_svc.engine.encoder_decoder.model import EncoderDecoderModel
 from worker_svc.engine.encoder_decoder.weights import EncoderDecoderLoader
-from worker_svc.engine.rows.embedder import StepInputs
-from worker_svc.engine.rows.inputs import InputSpan
-from worker_svc.engine.rows.open_rows import OpenRows
-from worker_svc.engine.rows.step_checker import CheckedStep
+from worker_svc.engine.loading import Loaded, Source, fitting_blocks
+from worker_svc.engine.rows.tables import RowTables
+from worker_svc.engine.sampling.grammars import compiled_grammars
+from worker_svc.engine.step import Step, StepPart
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderDecoder:
-    """A loaded model and its limits; the StepInputReader of its rows."""
+class EncoderInputs(StepPart):
+    """Gives a step the encoder positions of its rows, with the features of the audio that it computes."""
 
-    model: EncoderDecoderModel
-    info: EncoderInfo
-    max_model_len: int
-    max_num_batched_tokens: int
-    log_mel: LogMel | None
+    def __init__(self, tables: RowTables, log_mel: LogMel | None) -> None:
+        if tables.encoders is None:
+            raise TypeError("the rows have no encoder positions: a bug in the loader")
+        self._encoders, self._inputs, self._log_mel = tables.encoders, tables.inputs, log_mel
 
-    @property
-    def max_samples(self) -> int:
-        """The longest audio input; 0: the encoder reads tokens."""
-        return 0 if self.info.audio is None else self.info.audio.max_samples
-
-    @property
-    def num_encoder_runs(self) -> int:
-        return self.model.num_encoder_runs
-
-    def of_step(self, rows: OpenRows, plan: CheckedStep, spans: list[InputSpan]) -> StepInputs:
-        """The encoder positions of the rows of a step, with the features of the audio that it computes."""
-        features: dict[int, torch.Tensor] = {}
-        if self.log_mel is not None:
-            for span in spans:
-                waveform = waveform_of(span.item)
-                features[_row_of(span.token, plan.rows, plan.starts)] = torch.from_numpy(self.log_mel(waveform))
-        return StepInputs(encoders=EncoderColumns(*rows.encoders.columns(plan.rows), features))
+    def before(self, step: Step) -> None:
+        plan, features = step.plan, dict[int, torch.Tensor]()
+        for span in self._inputs.spans(plan.rows, plan.context_lens, plan.ends, plan.starts):
+            if self._log_mel is not None:
+                found = self._log_mel(waveform_of(span.item))
+                features[_row_of(span.token, plan.rows, plan.starts)] = torch.from_numpy(found)
+        step.forward.encoders = EncoderColumns(*self._encoders.columns(plan.rows), features)
 
 
 def waveform_of(item: CarriedInput) -> F32:
@@ -69,15 +58,12 @@ def _row_of(token: int, rows: I64, starts: I64) -> int:
     return int(rows[np.searchsorted(starts, token, side="right") - 1])
 
 
-def load_encoder_decoder(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    model: EncoderDecoderConfig,
-    backend: LayerBackend,
-    dtype: torch.dtype,
-    progress: Callable[[float], None] | None,
-) -> EncoderDecoder:
+def load_encoder_decoder(source: Source) -> Loaded:
     """Raises CheckpointError for a checkpoint that cannot be served, ValueError for settings that contradict it."""
+    checkpoint, config, layers = source.checkpoint, source.config, source.layers
+    model = parse_encoder_decoder(checkpoint.config)
+    num_blocks = config.num_blocks or fitting_blocks(config, model.kv_layouts(), source.dtype, 0)
+    check_features(model.features(), layers.name)
     if config.max_adapters:
         raise ValueError(
             f"max_adapters is {config.max_adapters}, but encoder-decoder models take no adapters; leave it at 0"
@@ -94,11 +80,28 @@ def load_encoder_decoder(
     if audio is not None and budget < padded + config.max_num_seqs - 1:  # each input takes all positions
         budget = padded + config.max_num_seqs - 1
         logger.warning("max_num_batched_tokens is raised to %d, so that a step holds one audio input", budget)
-    loader = EncoderDecoderLoader(checkpoint, model, backend, dtype)
-    checkpoint.start_digest(config.threads or 1)
-    loaded = EncoderDecoderModel(loader, model, backend, max_encoder, max_decoder, progress)
+    loader = EncoderDecoderLoader(checkpoint, model, layers, source.dtype)
+    checkpoint.start_digest(source.threads)
     info = _encoder_info(model, audio, checkpoint, max_encoder, max_decoder)
-    return EncoderDecoder(loaded, info, padded + max_decoder, budget, None if audio is None else LogMel(audio))
+    eos_ids = eos_token_ids(checkpoint.generation_config, checkpoint.config)
+    return Loaded(
+        EncoderDecoderModel(loader, model, layers, max_encoder, max_decoder, source.progress),
+        KVCachePool(model.kv_layouts(), num_blocks, config.block_size, source.dtype, device=layers.device),
+        facts={
+            "num_blocks": num_blocks,
+            "max_model_len": padded + max_decoder,
+            "vocab_size": model.vocab_size,
+            "max_num_batched_tokens": budget,
+            "attention_window": model.attention_window,
+            "encoder": info,
+        },
+        features=lambda: {
+            "grammars": compiled_grammars(config.model_dir, model.vocab_size, eos_ids),
+            "hidden_size": 0 if audio is None else model.hidden_size,
+            "encoder": info,
+        },
+        inputs=lambda tables: EncoderInputs(tables, None if audio is None else LogMel(audio)),
+    )
 
 
 def _lengths(config: EngineConfig, model: EncoderDecoderConfig) -> tuple[int, int]:

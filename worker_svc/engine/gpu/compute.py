@@ -10,10 +10,12 @@ import bisect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
+from step_protocol.columns import I64
 from worker_svc.engine.gpu.attention.paged import Attention
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels.deltas import apply_deltas
@@ -25,20 +27,18 @@ from worker_svc.engine.gpu.kernels.sampler.banned import mask_banned
 from worker_svc.engine.gpu.kernels.sampler.thresholds import Thresholds
 from worker_svc.engine.gpu.layers.device_slots import DeviceSlots, StepAdapters
 from worker_svc.engine.gpu.model import DeviceDecoder
-from worker_svc.engine.gpu.step.extras import StepExtras, Wanted
+from worker_svc.engine.gpu.step.device_step import DeviceLogits, DeviceStep
 from worker_svc.engine.gpu.step.graphs import Graphs, Recorder
+from worker_svc.engine.gpu.step.logprobs import Scorer
 from worker_svc.engine.gpu.step.pooling import DevicePooling
 from worker_svc.engine.gpu.step.processing import DeviceProcessing
-from worker_svc.engine.gpu.step.scores import Scorer
 from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, StepBuffer, StepColumns
 from worker_svc.engine.pooling.weights import PoolingWeights
-from worker_svc.engine.rows.step_checker import CheckedStep
-from worker_svc.engine.sampling.beams import BeamLines
-
-Mask = Callable[[torch.Tensor], None]  # changes logits [S, vocab] in place
+from worker_svc.engine.step import CheckedStep, RowErrors
 
 NO_ROWS = HostStep(np.zeros(1, np.int64), np.zeros(0, np.int64))
-ONE_BEAM = BeamLines(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
+NO_IDS: I64 = np.zeros(0, np.int64)
+NO_PLAN = CheckedStep(NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS, has_forks=False)
 MIN_MIXED = 128  # tokens of the smallest bucket with prompts
 
 
@@ -118,8 +118,8 @@ class StepCompute:
         self._graph_logits: dict[Bucket, torch.Tensor | None] = {}  # results of graphs that end at logits
         self.rotary_at = model.rotary_at
         self.processing = DeviceProcessing(state, vocab)
-        self._scorer = Scorer(vocab, group, device)
-        self._pooling = DevicePooling(pooling, model.final_norm, model.max_positions, max_rows, self._scorer)
+        self.scorer = Scorer(vocab, group, device)
+        self.pooling = DevicePooling(pooling, model.final_norm, model.max_positions, max_rows, self.scorer)
         self.results = torch.zeros(2, max_samples, dtype=torch.int32, device=device)
         self._kept = torch.zeros(max_samples, dtype=torch.int32, device=device)  # rows of samples that are tokens
 
@@ -243,61 +243,39 @@ class StepCompute:
         rows = min(size, self._max_rows)
         return Bucket(size, rows, rows, is_decode=False, is_filtered=is_filtered)
 
-    def run(
-        self,
-        bucket: Bucket,
-        host: HostStep,
-        *,
-        is_filtered: bool,
-        mask: Mask | None = None,
-        wanted: Wanted | None = None,
-    ) -> StepExtras | None:
-        """Launches the uploaded step. `is_filtered` is as in Bucket, for every step. For a step that ends at logits,
-        `mask` changes the processed logits after the forward pass was launched, and `wanted` names what to compute
-        besides tokens. Returns that, or None without `wanted`.
-        """
-        extras = None if wanted is None else StepExtras(wanted)
-
-        def finish(logits: torch.Tensor) -> None:
-            self._finish(bucket, logits, mask, extras, is_filtered=is_filtered)
-
-        if extras is not None and extras.wanted.needs_states:
-            self._run_with_states(bucket, host, extras, finish)
+    def run(self, bucket: Bucket, host: HostStep, step: DeviceStep, *, is_filtered: bool) -> None:
+        """Launches the uploaded step. `is_filtered` is as in Bucket, for every step. The parts of the step take part in
+        it if it ends at logits."""
+        finish = partial(self._finish, bucket, step, is_filtered=is_filtered)
+        if step.states:
+            self._run_with_states(bucket, host, step, finish)
         else:
             self._run(bucket, host, finish)
-        return extras
 
-    def _finish(
-        self, bucket: Bucket, logits: torch.Tensor, mask: Mask | None, extras: StepExtras | None, *, is_filtered: bool
-    ) -> None:
-        """Ends a step that ends at logits, and computes the `extras` that need them."""
-        asked, beams = (None, None) if extras is None else (extras.wanted.asked, extras.wanted.beams)
-        # A copy, because processing changes the logits in place.
-        raw = None if asked is None else logits.index_select(0, self._scorer.upload(asked.lines))
-        if beams is not None:
-            logits = self._scorer.take_log_softmax(logits, beams.lines)
-        processed = self._process_and_sample(bucket, logits, mask, is_filtered=is_filtered)
-        if extras is None:
-            return
-        if beams is not None:
-            extras.beams = self._scorer.candidates(processed, beams)
-        if asked is not None and raw is not None:
-            extras.sampled = self._scorer.sampled(raw, asked, self.results[0])
+    def _finish(self, bucket: Bucket, step: DeviceStep, values: torch.Tensor, *, is_filtered: bool) -> None:
+        """Launches the kernels behind the logits one by one."""
+        columns = self._buffer.columns(bucket)
+        kept = columns.sample_rows if self.drafts is None else self._kept[: bucket.samples]
+        logits = DeviceLogits(values, columns, kept)
+        parts = [part for part in step.parts if part.in_use]
+        for part in parts:
+            part.process(step, logits)
+        self._sample(columns, logits.values, is_filtered=is_filtered)
+        for part in parts:
+            part.sampled(step, logits, self.results[0, : bucket.samples])
 
     def _run_with_states(
-        self, bucket: Bucket, host: HostStep, extras: StepExtras, finish: Callable[[torch.Tensor], None]
+        self, bucket: Bucket, host: HostStep, step: DeviceStep, finish: Callable[[torch.Tensor], None]
     ) -> None:
-        """Launches a step without a graph. Scores prompt tokens and computes pooled rows from hidden states."""
-        columns, wanted = self._prepare(bucket, host), extras.wanted
-        tokens = [columns.sample_tokens.long(), *map(self._scorer.upload, wanted.state_tokens())]
+        """Launches a step without a graph, of which parts need hidden states."""
+        columns = self._prepare(bucket, host)
+        tokens = [columns.sample_tokens.long(), *(self.scorer.upload(tokens) for tokens, _ in step.states)]
         hidden = self._model.states(columns, self._attention, self._cache, torch.cat(tokens))
-        sampled, before_targets, pooled, before_logits = torch.split(hidden, [len(part) for part in tokens])
+        sampled, *wanted = torch.split(hidden, [len(part) for part in tokens])
+        for states, (_, read) in zip(wanted, step.states, strict=True):
+            read(states, self._model.logits)
         if len(sampled) and self._model.has_logits:
             finish(self._model.logits(sampled))
-        if wanted.targets is not None:
-            extras.prompt = self._scorer.prompt(before_targets, self._model.logits, wanted.targets)
-        if wanted.pooled is not None:
-            extras.pooled = self._pooling.compute(wanted.pooled, pooled, before_logits, self._model.logits)
 
     def _run(self, bucket: Bucket, host: HostStep, finish: Callable[[torch.Tensor], None]) -> None:
         """`finish` gets the logits of a step that ends at them."""
@@ -337,21 +315,6 @@ class StepCompute:
             return columns
         return replace(columns, adapters=StepAdapters(self._adapters, self._buffer.adapter_slots(bucket)))
 
-    def _process_and_sample(
-        self, bucket: Bucket, logits: torch.Tensor, mask: Mask | None, *, is_filtered: bool
-    ) -> torch.Tensor:
-        """Launches the kernels behind the logits one by one. Returns the processed logits."""
-        columns = self._buffer.columns(bucket)
-        rows, positions = columns.sample_rows, columns.output_positions
-        drafts = (columns.nth, columns.sample_tokens, columns.token_ids) if bucket.has_drafts else None
-        logits = self.processing.process(logits, rows, positions, drafts)
-        if mask is not None:
-            mask(logits)
-        self._sample(columns, logits, is_filtered=is_filtered)
-        kept = rows if self.drafts is None else self._kept[: bucket.samples]
-        self.processing.note(self.results[0, : bucket.samples], kept, positions)
-        return logits
-
     def _sample(self, columns: StepColumns, logits: torch.Tensor, *, is_filtered: bool) -> None:
         lowest = None
         if is_filtered:
@@ -378,7 +341,7 @@ class StepCompute:
                 bucket = self._with_drafts(bucket)
             self.run_empty(bucket)
             self.run_empty(replace(bucket, ends_at_logits=True))
-        self.run_empty(replace(bucket, is_filtered=False, ends_at_logits=True), Wanted(beams=ONE_BEAM))
+        self.scorer.warm_up(bucket.samples)
         for size in shorter_sizes(max_tokens):
             rows = min(size, self._max_rows)
             self.run_empty(Bucket(size, rows, rows, is_decode=False, is_filtered=False))
@@ -397,13 +360,14 @@ class StepCompute:
         """Computes the hidden states of all tokens, as a mean over a prompt needs them."""
         bucket = Bucket(max_tokens, self._max_rows, 0, is_decode=False, is_filtered=False, ends_at_logits=True)
         columns = self._prepare(bucket, NO_ROWS)
-        tokens = self._scorer.upload(np.arange(max_tokens))
-        self._pooling.warm_up(self._model.states(columns, self._attention, self._cache, tokens))
+        tokens = self.scorer.upload(np.arange(max_tokens))
+        self.pooling.warm_up(self._model.states(columns, self._attention, self._cache, tokens))
 
-    def run_empty(self, bucket: Bucket, wanted: Wanted | None = None) -> None:
+    def run_empty(self, bucket: Bucket) -> None:
         """Runs a step of this bucket without rows."""
+        step = DeviceStep(NO_PLAN, RowErrors(), [self.processing])
         with self.eager():
-            self.run(bucket, NO_ROWS, is_filtered=bucket.is_filtered, wanted=wanted)
+            self.run(bucket, NO_ROWS, step, is_filtered=bucket.is_filtered)
 
 
 def _lines(columns: StepColumns) -> SampleLines:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -13,7 +14,6 @@ from request_fields.checks import default_sampling
 from step_protocol.messages import PoolingKind
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.features import check_features
-from worker_svc.engine.checkpoint.model_folder import eos_token_ids
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.decoder.parse import parse_config
@@ -37,13 +37,12 @@ from worker_svc.engine.gpu.step.step_buffer import StepBuffer
 from worker_svc.engine.gpu.torch_layers import TorchLayers
 from worker_svc.engine.kernels.machine import available_cores
 from worker_svc.engine.kernels.numerics import device_numerics, torch_numerics
-from worker_svc.engine.loading import load_images
-from worker_svc.engine.pooling.config import PoolingConfig, read_pooling
-from worker_svc.engine.pooling.pooling import PoolingTable
-from worker_svc.engine.pooling.weights import PoolingWeights, pooling_info
-from worker_svc.engine.rows.images import ImageEncoder, image_shape
+from worker_svc.engine.loaders.decoders import decoder_facts, decoder_features
+from worker_svc.engine.pooling.config import read_pooling
+from worker_svc.engine.pooling.weights import PoolingWeights
+from worker_svc.engine.rows.images import ImageEncoder, load_images
 from worker_svc.engine.rows.open_rows import OpenRows
-from worker_svc.engine.sampling.grammars import CompiledGrammars, compiled_grammars
+from worker_svc.engine.rows.tables import RowTables, add_tables
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,6 @@ class LoadedModel:
     setup: Setup
     checkpoint: Checkpoint
     loader: ShardLoader
-    pooling_config: PoolingConfig
     pooling: PoolingWeights
     compute: StepCompute
     buffer: StepBuffer
@@ -68,54 +66,33 @@ class LoadedModel:
     images: ImageEncoder | None  # None: the model takes none
 
     @cached_property
-    def grammars(self) -> CompiledGrammars | None:
-        eos_ids = eos_token_ids(self.checkpoint.generation_config, self.checkpoint.config)
-        if not self.pooling.generates:
-            return None
-        return compiled_grammars(self.setup.config.model_dir, self.setup.whole.vocab_size, eos_ids)
+    def features(self) -> dict[str, Any]:
+        """The arguments of `add_tables`."""
+        adapters = None if self.adapters is None else self.adapters.rows
+        found = decoder_features(self.checkpoint, self.setup.config, self.setup.whole, self.pooling)
+        return found | {"adapters": adapters, "are_logprobs_raw": True}
 
-    def rows(self, num_blocks: int, max_model_len: int) -> OpenRows:
-        """The table of rows on a pool."""
+    def rows(self, num_blocks: int, max_model_len: int) -> tuple[OpenRows, RowTables]:
+        """The table of rows on a pool, and those of their features."""
         config, whole = self.setup.config, self.setup.whole
-        return OpenRows(
-            config.max_num_seqs,
-            max_model_len,
-            config.block_size,
-            num_blocks,
-            whole.vocab_size,
-            self.grammars,
-            hidden_size=whole.hidden_size,
-            pooling=PoolingTable(self.pooling),
-            adapters=None if self.adapters is None else self.adapters.rows,
-            images=image_shape(whole),
-            are_logprobs_raw=True,
-        )
+        rows = OpenRows(config.max_num_seqs, max_model_len, config.block_size, num_blocks, whole.vocab_size)
+        tables = add_tables(rows, **self.features)
+        rows.add_parts(self.compute.processing.serve(rows))
+        return rows, tables
 
     def info(self, num_blocks: int, max_model_len: int, attention: str, replaced: Sequence[str]) -> EngineInfo:
         """The facts about the engine with a pool. `replaced` names the kernels that run in torch."""
-        setup, whole = self.setup, self.setup.whole
-        backend = f"cuda/{attention}"
-        num_ranks, tower = setup.group.size, "" if self.images is None else f", tower {torch_numerics(setup.device)}"
-        return make_engine_info(
-            setup.config,
-            self.checkpoint,
-            setup.dtype_name,
-            backend,
-            device_numerics(
-                backend, setup.device, num_ranks, self.loader.formats, replaced, is_compiled=forms.ALL not in replaced
-            )
-            + tower,
-            max_model_len=max_model_len,
-            vocab_size=whole.vocab_size,
-            num_blocks=num_blocks,
-            hidden_size=whole.hidden_size,
-            eos_token_ids=eos_token_ids(self.checkpoint.generation_config, self.checkpoint.config),
-            default_sampling=default_sampling(self.checkpoint.generation_config),
-            attention_window=whole.within(max_model_len).attention_window,
-            pooling=pooling_info(self.pooling_config, self.pooling, max_model_len),
-            images=image_shape(whole),
-            degradations=tuple(setup.degradations),
+        setup, backend, is_compiled = self.setup, f"cuda/{attention}", forms.ALL not in replaced
+        numerics = device_numerics(
+            backend, setup.device, setup.group.size, self.loader.formats, replaced, is_compiled=is_compiled
         )
+        if self.images is not None:
+            numerics += f", tower {torch_numerics(setup.device)}"
+        facts = decoder_facts(self.checkpoint, setup.whole, self.pooling, num_blocks, max_model_len)
+        return make_engine_info(
+            setup.config, self.checkpoint, setup.dtype_name, backend, numerics,
+            degradations=tuple(setup.degradations), **facts,
+        )  # fmt: skip
 
 
 def load_model(
@@ -165,9 +142,7 @@ def load_model(
             min(config.cuda_graph_tokens, setup.max_tokens), pooling, None if adapters is None else adapters.slots,
             drafts,
         )  # fmt: skip
-    return LoadedModel(
-        setup, checkpoint, loader, pooling_config, pooling, compute, buffer, state, adapters, attention, choices, images
-    )
+    return LoadedModel(setup, checkpoint, loader, pooling, compute, buffer, state, adapters, attention, choices, images)
 
 
 def fill_memory(loaded: LoadedModel, stages: Stages) -> torch.Tensor:

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
 
 from step_protocol.columns import I64, U32
-from step_protocol.messages import RowOpen, StepBatch, StepOutput
+from step_protocol.messages import StepBatch, StepOutput
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.engine.engine_info import choose_max_model_len
@@ -40,19 +39,19 @@ from worker_svc.engine.gpu.messages import (
     step_from_bytes,
     step_to_bytes,
 )
+from worker_svc.engine.gpu.parts import device_parts
 from worker_svc.engine.gpu.start.memory import make_pool
 from worker_svc.engine.gpu.start.setup import Degradations, Stages, find_device, usable_kernels
 from worker_svc.engine.gpu.step.device_rows import changed_words
+from worker_svc.engine.gpu.step.device_step import DevicePart, DeviceStep, StepResults
 from worker_svc.engine.gpu.step.drafts import PENDING, DeviceDrafts, StepDrafts
-from worker_svc.engine.gpu.step.extras import StepExtras, Wanted
 from worker_svc.engine.gpu.step.pending_step import NO_IDS, PendingStep, Writes
 from worker_svc.engine.gpu.step.step_buffer import Bucket, HostStep, PlacedInputs, Staging
+from worker_svc.engine.row_part import having
 from worker_svc.engine.rows.embedder import InputEmbedder
-from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.open_rows import OpenRows
-from worker_svc.engine.rows.step_checker import CheckedStep
-from worker_svc.engine.sampling.masking import apply_masks
 from worker_svc.engine.speculation.drafts import Proposer, RowDrafts
+from worker_svc.engine.step import CheckedStep, RowErrors
 from worker_svc.engine.step_runner import StepRunner
 
 
@@ -79,10 +78,6 @@ class DeviceRunner(StepRunner):
         self._attention = loaded.attention
         self.adapters = None if self._adapters is None else self._adapters.store
         self.images = loaded.images
-        whole = loaded.setup.whole
-        self._embedder = InputEmbedder(
-            whole.hidden_size, loaded.setup.dtype, loaded.images, scale=whole.given_embedding_scale
-        )
         self._last_tokens = np.zeros(config.max_num_seqs, np.int64)
         self._in_flight: deque[PendingStep] = deque()
         self._device_drafts: DeviceDrafts | None = None  # `_drafts` of this runner
@@ -125,8 +120,14 @@ class DeviceRunner(StepRunner):
         self._compute.use_cache(pool)
         self._contents = BlockContents(num_blocks, loaded.setup.config.block_size)
         self._serve(
-            loaded.rows(num_blocks, max_model_len),
+            *loaded.rows(num_blocks, max_model_len),
             loaded.info(num_blocks, max_model_len, self._attention.name, self._forms.in_torch),
+        )
+        self._parts = device_parts(self._compute, self._rows, self._tables, self._group, self._settle_all)
+        self._before = having(self._parts, DevicePart.before)
+        whole, dtype = loaded.setup.whole, loaded.setup.dtype
+        self._embedder = InputEmbedder(
+            self._tables.inputs, whole.hidden_size, dtype, loaded.images, scale=whole.given_embedding_scale
         )
 
     def execute(self, batch: StepBatch) -> StepOutput:
@@ -161,7 +162,7 @@ class DeviceRunner(StepRunner):
             ) or Writes(copies, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS)  # fmt: skip
             if staging.event is not None:
                 staging.event.record()
-        pending = PendingStep(batch.step_id, staging, writes, errors.to_list(), started)
+        pending = PendingStep(batch.step_id, staging, writes, errors, started)
         self._in_flight.append(pending)
         return pending
 
@@ -214,13 +215,11 @@ class DeviceRunner(StepRunner):
 
     # A step
 
-    def _after_opens(self, opens: list[RowOpen]) -> None:
-        if self._adapters is not None:
+    def _apply_changes(self, batch: StepBatch, errors: RowErrors) -> tuple[I64, I64]:
+        copies = super()._apply_changes(batch, errors)
+        if batch.opens and self._adapters is not None:
             self._adapters.place()
-        self._compute.processing.open(opens, self._rows)
-
-    def _after_moves(self, rows: I64) -> None:
-        self._compute.processing.move(rows, self._rows)
+        return copies
 
     def _copy_blocks(self, sources: I64, targets: I64) -> None:
         self._contents.uncommit(targets)
@@ -238,16 +237,17 @@ class DeviceRunner(StepRunner):
         self, batch: StepBatch, plan: CheckedStep, staging: Staging, copies: tuple[I64, I64], errors: RowErrors
     ) -> Writes:
         """Launches a step whose changes are applied."""
-        self._advance_images(batch)
+        if batch.images and self.images is not None:
+            self.images.work(batch.images, self._tables.inputs)
         token_ids, rows = self._rows.token_ids(plan.token_rows, plan.positions), plan.sampling_rows
         generations = self._rows.generations(rows)
         drafts = None if self._device_drafts is None else self._device_drafts.begin_step(batch, plan)
         self._contents.uncommit(plan.slots // self.info.block_size)
         if drafts is not None:
             self._contents.uncommit(drafts.verified.slots.reshape(-1) // self.info.block_size)
-        extras = self._start(batch, plan, token_ids, drafts, staging, errors)
+        reads = self._start(batch, plan, token_ids, drafts, staging, errors)
         return Writes(
-            copies, plan.slots, plan.token_rows, token_ids, rows, generations, plan.sampled_positions, extras, drafts
+            copies, plan.slots, plan.token_rows, token_ids, rows, generations, plan.sampled_positions, reads, drafts
         )
 
     def _append(self, plan: CheckedStep, drafts: StepDrafts | None) -> None:
@@ -266,15 +266,17 @@ class DeviceRunner(StepRunner):
         drafts: StepDrafts | None,
         staging: Staging,
         errors: RowErrors,
-    ) -> StepExtras | None:
+    ) -> Sequence[Callable[[StepResults], None]]:
         columns = self._rows.sampling_columns(plan.sampling_rows, plan.sampled_positions)
         least = plan.sampled_positions if drafts is None else drafts.least_positions
         processed = self._rows.processed_rows(plan.sampling_rows, least)
         is_filtered = processed is not None or filters.is_needed(columns)
-        mask = partial(self._mask, plan, errors) if self._rows.has_grammars(plan.sampling_rows) else None
-        wanted = Wanted.of(plan, self._rows)
+        step = DeviceStep(plan, errors, self._parts)
+        for part in self._before:
+            if part.in_use:
+                part.before(step)
         has_more = processed is not None and processed.has_more_than_early_bans
-        ends_at_logits = mask is not None or wanted is not None or has_more
+        ends_at_logits = step.ends_at_logits or len(step.states) > 0 or has_more
         slots = None if self._adapters is None else self._adapters.of_tokens(plan.token_rows)
         bucket = self._compute.bucket_of(
             plan, is_filtered=is_filtered, ends_at_logits=ends_at_logits, has_adapters=slots is not None
@@ -290,46 +292,31 @@ class DeviceRunner(StepRunner):
             known,
             columns.positions.astype(np.int64),
             bucket,
-            changed_words(batch, self._rows, self._state.shape[1]),
+            changed_words(batch, self._rows, self._tables.positions, self._state.shape[1]),
         )
         if slots is not None:
             self._buffer.upload_adapters(staging, slots, bucket)
         if len(deltas):
             apply_deltas(self._state, deltas)
         self._append(plan, drafts)  # before what may settle earlier steps
-        if not len(plan.rows):
-            return None
-        extras = self._compute.run(bucket, host, is_filtered=is_filtered, mask=mask, wanted=wanted)
-        staging.down.copy_(self._compute.results.view(-1), non_blocking=True)
-        return extras
+        if len(plan.rows):
+            self._compute.run(bucket, host, step, is_filtered=is_filtered)
+            staging.down.copy_(self._compute.results.view(-1), non_blocking=True)
+        return step.reads
 
     def _host_step(self, plan: CheckedStep, known: I64, bucket: Bucket) -> HostStep:
         """Replaces the content ids of inputs in `known`, which the vocabulary lacks."""
-        spans = self._rows.inputs.spans(plan.rows, plan.context_lens, plan.ends, plan.starts)
+        spans = self._tables.inputs.spans(plan.rows, plan.context_lens, plan.ends, plan.starts)
         embedded, deep = self._embedder.embed(spans)
         if embedded is not None:
             known[embedded.tokens] = 0
         inputs, deep_inputs = (PlacedInputs.of(given, self._device) for given in (embedded, deep))
         host = HostStep(plan.starts, plan.context_lens, inputs, deep_inputs)
-        on_axes = self._rows.positions.on_axes(plan.rows, plan.starts, plan.positions)
+        on_axes = self._tables.positions.on_axes(plan.rows, plan.starts, plan.positions)
         if on_axes is None:
             return host
         padded = np.pad(on_axes, ((0, 0), (0, bucket.tokens - on_axes.shape[1])))
         return replace(host, rotary=self._compute.rotary_at(padded))
-
-    def _mask(self, plan: CheckedStep, errors: RowErrors, logits: torch.Tensor) -> None:
-        """Applies grammars while the device computes the forward pass. It needs the tokens of all earlier steps."""
-        self._settle_all()
-        pending = self._rows.start_masks(plan.sampling_rows, plan.sampled_positions)
-        if pending is None:
-            return
-        masks = pending.result()
-        errors.add_all(masks.errors(plan.sampling_rows))
-        vocab = self._group.vocab_part(self.info.vocab_size)
-        apply_masks(
-            logits, masks, self.info.eos_token_ids, has_rules=True, first_id=vocab.start,
-            max_over_ranks=self._group.all_reduce_max,
-        )  # fmt: skip
 
     # After the step
 

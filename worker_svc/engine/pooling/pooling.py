@@ -1,7 +1,7 @@
 """Pooled rows: which hidden states they need, and on CPUs the vectors that follow from them.
 
 The chunks of a prompt may be computed in several steps. A mean is then a sum over all of them, which must not depend on
-the chunks: on CPUs it is in the order of the tokens and in float64 (gpu/pooling.py has the sum of the GPU engine).
+the chunks: on CPUs it is in the order of the tokens and in float64 (gpu/step/pooling.py has the sum of the GPU engine).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from step_protocol.columns import I64
-from step_protocol.messages import PooledRows, Pooling, PoolingKind, PoolingTask, RowOpen
+from step_protocol.messages import PooledRows, Pooling, PoolingKind, PoolingTask, RowErrorCode, RowOpen
 from worker_svc.engine.row_part import SomeRows
+from worker_svc.engine.step import Step, StepPart
 
 if TYPE_CHECKING:  # simulated workers have no torch
     import torch
@@ -39,7 +40,7 @@ class PooledChunk:
     end: int
     is_first: bool  # the step computes the row's first token
     is_last: bool  # the step completes the row's prompt
-    num_tokens: int  # of the row, up to the last one in this step
+    num_tokens: int  # counted from the row's first one to the last one in this step
 
     def hidden_tokens(self) -> range:
         """The tokens whose hidden states the row needs."""
@@ -53,16 +54,16 @@ class PooledChunk:
 
 
 class PoolingTable(SomeRows[Pooling]):
-    """The pooled ones among the open rows. All its state comes from RowOpen."""
+    """The pooled ones among the open rows."""
 
     def __init__(self, weights: PoolingWeights | None) -> None:
         """Without `weights`, pooled rows are refused."""
         super().__init__()
-        self._weights = weights
+        self.weights = weights
 
     def refusal(self, item: RowOpen) -> str | None:
         """Why this row cannot be opened; None if it can."""
-        pooling, weights = item.pooling, self._weights
+        pooling, weights = item.pooling, self.weights
         if pooling is None:
             return None if weights is None or weights.generates else "this model generates no tokens"
         if weights is None:
@@ -92,25 +93,52 @@ class PoolingTable(SomeRows[Pooling]):
 
     def chunks(self, rows: I64, starts: I64, context_lens: I64, ends: I64, prompt_lens: I64) -> list[PooledChunk]:
         """The pooled ones among the rows of a step. `prompt_lens`: of all rows of the table."""
-        if not self._rows:
+        if not self.in_use:
             return []
         found = []
         for i, row in enumerate(rows.tolist()):
-            pooling = self._rows.get(row)
+            pooling = self.in_use.get(row)
             if pooling is not None:
                 is_last = int(ends[i]) == int(prompt_lens[row])
                 first, end = int(starts[i]), int(starts[i + 1])
-                kind = self._weights.kind_of(pooling) if self._weights is not None else pooling.kind
+                kind = self.weights.kind_of(pooling) if self.weights is not None else pooling.kind
                 found.append(PooledChunk(row, pooling, kind, first, end, not context_lens[i], is_last, int(ends[i])))
         return found
 
 
-class Pooler:
+class Pooler(StepPart):
     """The numbers of pooled rows on CPUs, from the states of one or several steps."""
 
-    def __init__(self, weights: PoolingWeights | None) -> None:
-        self._weights = weights
+    def __init__(self, table: PoolingTable, prompt_lens: I64) -> None:
+        """`prompt_lens`: of all rows."""
+        self._table, self.in_use, self._prompt_lens = table, table.in_use, prompt_lens
+        self._weights = table.weights
+        self._chunks: list[PooledChunk] = []  # pooled rows of the step
         self._sums: dict[int, F64] = {}  # of MEAN; the state of CLS
+
+    def use(self, weights: Any) -> None:
+        self._weights = None if weights is None else weights.pooling
+
+    def before(self, step: Step) -> None:
+        plan, forward = step.plan, step.forward
+        chunks = self._chunks = self._table.chunks(
+            plan.rows, plan.starts, plan.context_lens, plan.ends, self._prompt_lens
+        )
+        if not chunks:
+            return
+        step.heads = forward.head_tokens = np.union1d(forward.head_tokens, logit_tokens(chunks))
+        if forward.hidden_tokens is None:
+            forward.hidden_tokens = hidden_tokens(chunks)
+        forward.token_types = token_types(chunks, plan.positions)
+
+    def computed(self, step: Step, logits: torch.Tensor) -> None:
+        if not self._chunks:
+            return
+        hidden, wanted = step.model.hidden, hidden_tokens(self._chunks)
+        hidden = hidden if len(hidden) == len(wanted) else hidden[wanted]
+        step.output.pooled, bad_rows = self.numbers(self._chunks, hidden, logits, step.heads)
+        for row in bad_rows:
+            step.errors.add(row, NOT_FINITE, RowErrorCode.NAN)
 
     def numbers(
         self, chunks: Sequence[PooledChunk], hidden: torch.Tensor, logits: torch.Tensor, head_tokens: I64

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,55 +10,48 @@ import torch
 
 from step_protocol.columns import I64
 from step_protocol.messages import CarriedInput
-from worker_svc.engine.backend import DeepRows, Embedded, EncoderColumns
+from worker_svc.engine.backend import DeepRows, Embedded
 from worker_svc.engine.rows.images import ImageEncoder
-from worker_svc.engine.rows.inputs import InputSpan
-from worker_svc.engine.rows.open_rows import OpenRows
-from worker_svc.engine.rows.step_checker import CheckedStep
+from worker_svc.engine.rows.inputs import InputSpan, InputTable
+from worker_svc.engine.step import Step, StepPart
 
 # bfloat16 is not a type of numpy: its bits are read as integers.
 STORED: dict[str, npt.DTypeLike] = {"float32": "<f4", "bfloat16": "<u2", "float16": "<f2"}
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """What the inputs of rows that are not tokens add to a forward pass; fields of ForwardBatch."""
-
-    embedded: Embedded | None = None
-    deep: DeepRows | None = None
-    encoders: EncoderColumns | None = None
-
-
-class StepInputReader(Protocol):
-    """How a model reads the inputs of rows."""
-
-    @property
-    def num_encoder_runs(self) -> int:
-        """Encoder inputs computed since the start."""
-        ...
-
-    def of_step(self, rows: OpenRows, plan: CheckedStep, spans: list[InputSpan]) -> StepInputs:
-        """The inputs of a step. `spans`: those at the positions that it computes."""
-        ...
-
-
-class InputEmbedder:
-    """Computes embeddings of inputs for one model; the StepInputReader of decoders."""
-
-    num_encoder_runs = 0
+class InputEmbedder(StepPart):
+    """Computes embeddings of the inputs of rows of a decoder."""
 
     def __init__(
-        self, hidden_size: int, dtype: torch.dtype, images: ImageEncoder | None = None, *, scale: float = 1.0
+        self,
+        table: InputTable,
+        hidden_size: int,
+        dtype: torch.dtype,
+        images: ImageEncoder | None = None,
+        *,
+        scale: float = 1.0,
     ) -> None:
         """Without `images`, rows have no images. `scale`: of the embeddings that requests carry."""
+        self._table, self.in_use = table, table.in_use
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._scale = scale
         self._images = images
         self._device = torch.device("cpu") if images is None else images.device
 
-    def of_step(self, rows: OpenRows, plan: CheckedStep, spans: list[InputSpan]) -> StepInputs:
-        return StepInputs(*self.embed(spans))
+    def use(self, weights: Any) -> None:
+        if weights is None:
+            self._images = None
+        else:
+            self._images, self._scale = weights.images, weights.model.parts.config.given_embedding_scale
+
+    def before(self, step: Step) -> None:
+        plan, forward = step.plan, step.forward
+        forward.embedded, forward.deep = self.embed(
+            self._table.spans(plan.rows, plan.context_lens, plan.ends, plan.starts)
+        )
+        if forward.embedded is not None:
+            forward.token_ids[forward.embedded.tokens] = 0  # content ids are not in the vocabulary
 
     def embed(self, spans: list[InputSpan]) -> tuple[Embedded | None, DeepRows | None]:
         """The embeddings of all spans, and what is added to those of images; None if there are none."""

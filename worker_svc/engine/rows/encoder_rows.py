@@ -8,40 +8,34 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from step_protocol.columns import I32, I64, U32, Bools
+from step_protocol.columns import I32, I64, Bools
 from step_protocol.messages import EncoderInput, RowOpen
 from worker_svc.engine.config import EncoderInfo
 from worker_svc.engine.row_part import SomeRows
+from worker_svc.engine.step import Logits, Step, StepPart
 
 if TYPE_CHECKING:
     import torch  # rows use this type even if torch is not installed
 
+    from worker_svc.engine.rows.open_rows import OpenRows
+
 MAX_RULE_IDS = 1024
 
 
-class EncoderTable(SomeRows["OutputRules"]):
-    """The encoder input of each open row. All its state comes from RowOpen."""
+class EncoderTable(SomeRows["OutputRules"], StepPart):
+    """The encoder input of each open row, of a model with an encoder."""
 
-    def __init__(self, max_num_seqs: int, block_size: int, vocab_size: int, info: EncoderInfo | None) -> None:
-        """`info` None: the model has no encoder."""
+    why_bad = "positions {context_len} to {last} are no chunk of an encoder or a decoder"
+
+    def __init__(self, rows: OpenRows, info: EncoderInfo) -> None:
         super().__init__()
-        self._info = info
-        self._block_size = block_size
-        self._vocab_size = vocab_size
-        self._lens: I32 = np.zeros(max_num_seqs, np.int32)
-        self._ends: I32 = np.zeros(max_num_seqs, np.int32)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the model has an encoder."""
-        return self._info is not None
+        self._info, self._block_size, self._vocab_size = info, rows.block_size, rows.vocab_size
+        self._lens: I32 = np.zeros(rows.max_num_seqs, np.int32)
+        self._ends: I32 = np.zeros(rows.max_num_seqs, np.int32)
 
     def refusal(self, item: RowOpen) -> str | None:
-        """The error in the encoder input of a row; None if there is none."""
         if item.encoder is None:
-            return None if self._info is None else "the model has an encoder, but the row has no encoder input"
-        if self._info is None:
-            return "the row has an encoder input, but the model has no encoder"
+            return "the model has an encoder, but the row has no encoder input"
         num, end = item.encoder.num_tokens, self._end_of(item.encoder.num_tokens)
         least, most = 1 if self._info.audio is None else self._info.max_tokens, self._info.max_tokens
         if not least <= num <= most:
@@ -70,35 +64,28 @@ class EncoderTable(SomeRows["OutputRules"]):
         rules = OutputRules(item.encoder)
         return rules if rules.has_any else None
 
-    def start(self, row: int) -> int:
+    def start_of(self, item: RowOpen) -> int:
         """Where the decoder's positions of a row begin."""
-        return int(self._ends[row]) if self.is_on else 0
+        return 0 if item.encoder is None else self._end_of(item.encoder.num_tokens)
 
     def columns(self, rows: I64) -> tuple[I32, I32]:
         """Encoder positions of each row, without and with their padding."""
         return self._lens[rows], self._ends[rows]
 
-    def are_bad_chunks(self, rows: U32 | I64, context_lens: U32, ends: I64, num_computed: I64) -> Bools:
+    def are_bad(self, rows: I64, context_lens: I64, ends: I64, num_computed: I64) -> Bools:
         """Rows whose chunk has encoder positions, but not all of them and no others; rows whose encoder positions are
         computed already; and rows whose chunk is longer than the decoder allows.
         """
-        if self._info is None:
-            return np.zeros(len(rows), np.bool_)
         own = self._ends[rows]
         is_whole = (context_lens == 0) & (ends == own) & (num_computed == 0)
         bad: Bools = ((context_lens < own) & ~is_whole) | (ends - own > self._info.max_decoder_tokens)
         return bad
 
-    def rules(self, rows: I64, positions: I64) -> list[tuple[int, OutputRules, int]]:
-        """For each row with rules at its output position: its index in `rows`, its rules and the position."""
-        if not self._rows:
-            return []
-        found = []
-        for line, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-            rules = self._rows.get(row)
-            if rules is not None and rules.applies_at(position):
-                found.append((line, rules, position))
-        return found
+    def process(self, step: Step, logits: Logits) -> None:
+        for line, (row, output) in enumerate(zip(logits.rows.tolist(), logits.outputs.tolist(), strict=True)):
+            rules = self.in_use.get(row)
+            if rules is not None and rules.applies_at(output):
+                rules.apply(logits.as_float()[line], output)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from request_fields.inputs import LEVELS, ImageShape
-from step_protocol.messages import CarriedInput
+from step_protocol.messages import CarriedInput, ImageWork
+from worker_svc.engine.backend import LayerBackend
+from worker_svc.engine.checkpoint.tensors import Checkpoint
+from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.config import ModelConfig
+from worker_svc.engine.rows.inputs import InputTable
 from worker_svc.engine.vision.config import VisionConfig
 from worker_svc.engine.vision.tower import Pixels, TowerRun, VisionTower
 
@@ -36,6 +41,13 @@ class ImageEncoder:
         self._started: OrderedDict[bytes, TowerRun] = OrderedDict()
         self.num_encoded = 0  # images that the tower computed
         self.num_hits = 0  # images of rows that were in the cache when their first position was computed
+
+    def work(self, asked: Sequence[ImageWork], inputs: InputTable) -> None:
+        """Does the work on images that a step has. A row that is closed, or that failed, has none."""
+        for one in asked:
+            item = inputs.find(one.row, one.start)
+            if item is not None and item.kind == "image":
+                self.advance(item, one.done / one.total)
 
     def advance(self, item: CarriedInput, fraction: float) -> None:
         """Computes an image up to this fraction of its layers, unless it is in the cache."""
@@ -68,6 +80,13 @@ class ImageEncoder:
         self.num_bytes += outputs.nbytes
         while self.num_bytes > self._max_bytes and len(self._entries) > 1:
             self.num_bytes -= self._entries.popitem(last=False)[1].outputs.nbytes
+
+
+def load_images(
+    checkpoint: Checkpoint, config: EngineConfig, vision: VisionConfig, backend: LayerBackend, dtype: torch.dtype
+) -> ImageEncoder:
+    """The tower of a model. It is never quantized."""
+    return ImageEncoder(VisionTower(checkpoint, vision, backend, dtype), config.image_cache_memory)
 
 
 def image_shape(model: ModelConfig) -> ImageShape | None:

@@ -131,24 +131,24 @@ class InputTable(SomeRows[tuple[CarriedInput, ...]]):
 
     def find(self, row: int, start: int) -> CarriedInput | None:
         """The input of a row that begins at this position, if its positions are not all computed."""
-        return next((item for item in self._rows.get(row, ()) if item.start == start), None)
+        return next((item for item in self.in_use.get(row, ()) if item.start == start), None)
 
     def spans(self, rows: I64, context_lens: I64, ends: I64, starts: I64) -> list[InputSpan]:
         """The inputs at the positions that a step computes: row i computes its positions from `context_lens[i]` to
         `ends[i]`, whose first is token `starts[i]` of the step. Inputs that are computed before are dropped.
         """
-        if not self._rows:
+        if not self.in_use:
             return []
         found: list[InputSpan] = []
         for i, row in enumerate(rows.tolist()):
-            if row not in self._rows:
+            if row not in self.in_use:
                 continue
             begin, end = int(context_lens[i]), int(ends[i])
-            left = tuple(item for item in self._rows[row] if item.start + item.length > begin)
+            left = tuple(item for item in self.in_use[row] if item.start + item.length > begin)
             if not left:
-                del self._rows[row]
+                del self.in_use[row]
                 continue
-            self._rows[row] = left
+            self.in_use[row] = left
             for item in left:
                 first, last = max(begin, item.start), min(end, item.start + item.length)
                 if first < last:

@@ -12,17 +12,21 @@ value is the same. `exact_ops.top_logprobs` is the reference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from request_fields.fields import MAX_LOGPROBS
 from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import LogprobColumns, RowOpen
+from step_protocol.messages import LogprobColumns, PromptLogprobs, RowOpen, concat_columns
 from worker_svc.engine.backend import TopLogprobs
+from worker_svc.engine.row_part import RowPart
+
+if TYPE_CHECKING:
+    from worker_svc.engine.rows.open_rows import OpenRows
 
 NOT_ASKED = -1
 
@@ -35,6 +39,10 @@ class LogprobRows:
     num_top: I64  # [n] number of most likely tokens of each
     is_processed: Bools  # [n]
     has_digest: Bools  # [n]
+
+    def of(self, chosen: Bools) -> LogprobRows:
+        """Some of the n rows."""
+        return LogprobRows(*(getattr(self, name)[chosen] for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,54 +58,57 @@ class PromptTargets:
     is_processed: Bools  # [n] never true for a prompt token
     has_digest: Bools  # [n]
 
+    def of(self, chosen: slice) -> PromptTargets:
+        """Some of the n tokens."""
+        return PromptTargets(*(getattr(self, name)[chosen] for name in self.__slots__))
+
+    def to_columns(self, parts: Sequence[LogprobColumns], bad_rows: I64) -> PromptLogprobs:
+        """The columns of all n tokens, without those of bad rows."""
+        is_kept = ~np.isin(self.rows, bad_rows)
+        rows, positions = self.rows[is_kept].astype(np.uint32), self.positions[is_kept].astype(np.uint32)
+        return PromptLogprobs(rows, positions, concat_columns(parts).select(is_kept))
+
 
 class _AskingRows:
     """The number of most likely tokens that each row requests."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_top: I64 = np.full(num_rows, NOT_ASKED)
-        self._num_asking = 0
+        self.in_use: set[int] = set()
 
     def set(self, row: int, num_top: int | None) -> None:
-        self._num_asking += (num_top is not None) - int(self._num_top[row] != NOT_ASKED)
         self._num_top[row] = NOT_ASKED if num_top is None else num_top
-
-    def close(self, rows: U32) -> None:
-        """Rows beyond the table are ignored."""
-        if not self._num_asking:
-            return
-        for row in rows.tolist():
-            if row < len(self._num_top):
-                self.set(row, None)
-
-    def reset(self) -> None:
-        self._num_top[:] = NOT_ASKED
-        self._num_asking = 0
+        if num_top is None:
+            self.in_use.discard(row)
+        else:
+            self.in_use.add(row)
 
     def among(self, rows: I64) -> tuple[I64, I64] | None:
         """Those of `rows` that request log probabilities, and their numbers of tokens; None if there are none."""
-        if not self._num_asking:
+        if not self.in_use:
             return None
         num_top = self._num_top[rows]
         lines = np.flatnonzero(num_top != NOT_ASKED)
         return (lines, num_top[lines]) if len(lines) else None
 
 
-class LogprobTable:
-    """The log probabilities that each open row requests. All its state comes from RowOpen."""
+class LogprobTable(RowPart):
+    """The log probabilities that each open row requests."""
 
-    def __init__(self, num_rows: int, vocab_size: int, *, are_raw_only: bool = False) -> None:
+    def __init__(self, rows: OpenRows, *, are_raw_only: bool = False) -> None:
         """`are_raw_only`: the engine computes neither processed log probabilities nor digests."""
+        self._rows, num_rows = rows, rows.max_num_seqs
         self._are_raw_only = are_raw_only
-        self._most = min(MAX_LOGPROBS, vocab_size)
+        self._most = min(MAX_LOGPROBS, rows.vocab_size)
         self._is_processed = np.zeros(num_rows, np.bool_)
         self._has_digest = np.zeros(num_rows, np.bool_)
         self._ends: I64 = np.zeros(num_rows, np.int64)  # of the tokens that `prompt_logprobs` covers
         self._sampled = _AskingRows(num_rows)
         self._prompt = _AskingRows(num_rows)
+        self.sampled_rows, self.prompt_rows = self._sampled.in_use, self._prompt.in_use
+        self.in_use: set[int] = set()
 
     def refusal(self, item: RowOpen) -> str | None:
-        """The error if the row requests too many log probabilities, else None."""
         for name, num_top in (("logprobs", item.logprobs), ("prompt_logprobs", item.prompt_logprobs)):
             if num_top is not None and num_top > self._most:
                 return f"{name} is {num_top}, expected at most {self._most}"
@@ -111,20 +122,21 @@ class LogprobTable:
         return None
 
     def open(self, item: RowOpen) -> None:
-        """Sets what an opened row requests. Replaces what the row requested before it was opened."""
+        self.in_use.add(item.row)
         self._sampled.set(item.row, item.logprobs)
         self._prompt.set(item.row, item.prompt_logprobs)
         self._is_processed[item.row], self._has_digest[item.row] = item.processed_logprobs, item.logits_digests
         self._ends[item.row] = item.prompt_len + item.num_forced
 
     def close(self, rows: U32) -> None:
-        self._sampled.close(rows)
-        self._prompt.close(rows)
+        closed = self.in_use.intersection(rows.tolist())
+        for row in closed:
+            self._sampled.set(row, None)
+            self._prompt.set(row, None)
+        self.in_use -= closed
 
     def reset(self) -> None:
-        """Closes all rows."""
-        self._sampled.reset()
-        self._prompt.reset()
+        self.close(np.array(list(self.in_use), np.uint32))
 
     def asked(self, rows: I64) -> LogprobRows | None:
         """The sampling rows that request log probabilities; None if there are none."""
@@ -134,11 +146,9 @@ class LogprobTable:
         lines, num_top = found
         return LogprobRows(lines, num_top, self._is_processed[rows[lines]], self._has_digest[rows[lines]])
 
-    def prompt_targets(self, rows: I64, positions: I64, prompt_lens: I64, tokens: U32) -> PromptTargets | None:
-        """The tokens to score after computing the tokens at (row, position) of a step; None if there are none.
-
-        prompt_lens [num_rows] and tokens [num_rows, width] are of all rows.
-        """
+    def prompt_targets(self, rows: I64, positions: I64) -> PromptTargets | None:
+        """The prompt and forced tokens to score, which follow the computed tokens at (row, position); None if there are
+        none."""
         asked = self._prompt.among(rows)
         if asked is None:
             return None
@@ -148,9 +158,15 @@ class LogprobTable:
         if not len(found):
             return None
         rows, targets = rows[found], positions[found] + 1
-        is_processed = self._is_processed[rows] & (targets >= prompt_lens[rows])
+        is_processed = self._is_processed[rows] & (targets >= self._rows.prompt_lens[rows])
         return PromptTargets(
-            found, rows, targets, tokens[rows, targets], num_top[is_scored], is_processed, self._has_digest[rows]
+            found,
+            rows,
+            targets,
+            self._rows.tokens[rows, targets],
+            num_top[is_scored],
+            is_processed,
+            self._has_digest[rows],
         )
 
 

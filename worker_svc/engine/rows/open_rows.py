@@ -6,39 +6,24 @@ of a step at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from request_fields.checks import check_sampling
 from request_fields.fields import SAMPLER_FIELDS, FieldError, Kind
-from request_fields.inputs import ImageShape
 from step_protocol.columns import I32, I64, U32, Bools
 from step_protocol.messages import RowOpen, StepBatch
-from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.backend import SamplingColumns
-from worker_svc.engine.config import CacheGroupInfo, EncoderInfo
-from worker_svc.engine.pooling.pooling import PoolingTable
-from worker_svc.engine.row_part import RowPart
-from worker_svc.engine.rows.encoder_rows import EncoderTable
-from worker_svc.engine.rows.errors import RowErrors
-from worker_svc.engine.rows.group_tables import GroupTables
-from worker_svc.engine.rows.inputs import InputTable
-from worker_svc.engine.rows.logprobs import LogprobTable, PromptTargets
-from worker_svc.engine.rows.positions import RowPositions
-from worker_svc.engine.rows.states import RowStates
-from worker_svc.engine.sampling.beams import BeamLines
-from worker_svc.engine.sampling.grammars import CompiledGrammars, PendingMasks, RowGrammars
+from worker_svc.engine.row_part import BlockPart, RowPart, having, hooks
 from worker_svc.engine.sampling.processors import ProcessedRows, ProcessorTable
-
-if TYPE_CHECKING:
-    from worker_svc.engine.recurrent import StatePool
+from worker_svc.engine.step import RowErrors
 
 NO_BLOCK = -1
-NO_ROWS: I64 = np.empty(0, np.int64)
 COLUMN_TYPES = {Kind.FLOAT: np.float32, Kind.UINT32: np.uint32, Kind.UINT64: np.uint64}
 
 
@@ -49,91 +34,40 @@ def sampling_columns(num_rows: int) -> dict[str, npt.NDArray[Any]]:
 
 
 class OpenRows:
-    """Token history, block table and sampling parameters of up to max_num_seqs rows."""
+    """Token history, block table and sampling parameters of up to max_num_seqs rows. Everything else of a row belongs
+    to a part (row_part.py)."""
 
     def __init__(
-        self,
-        max_num_seqs: int,
-        max_model_len: int,
-        block_size: int,
-        num_blocks: int,
-        vocab_size: int,
-        compiled: CompiledGrammars | None = None,
-        *,
-        pooling: PoolingTable | None = None,
-        hidden_size: int = 0,
-        images: ImageShape | None = None,
-        adapters: RowAdapters[Any] | None = None,
-        encoder: EncoderInfo | None = None,
-        states: StatePool | None = None,
-        groups: Sequence[CacheGroupInfo] = (),
-        are_logprobs_raw: bool = False,
+        self, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int, vocab_size: int
     ) -> None:
-        """Without `compiled`, rows with a grammar are rejected; without `hidden_size`, rows with inputs are; without
-        `adapters`, rows with an adapter are; with `are_logprobs_raw`, rows that ask for processed log probabilities."""
-        self.adapters = adapters
-        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
-        self.block_size = self._block_size = block_size
-        self._num_blocks = num_blocks
-        self.vocab_size = self._vocab_size = vocab_size
+        self.max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
+        self.block_size, self.num_blocks, self.vocab_size = block_size, num_blocks, vocab_size
         max_blocks = -(-max_model_len // block_size)
         self.is_open = np.zeros(max_num_seqs, np.bool_)
         self.tables: I32 = np.full((max_num_seqs, max_blocks), NO_BLOCK, np.int32)
         self.table_lens: I64 = np.zeros(max_num_seqs, np.int64)
-        self._tokens: U32 = np.zeros((max_num_seqs, max_model_len + 1), np.uint32)
+        self.tokens: U32 = np.zeros((max_num_seqs, max_model_len + 1), np.uint32)
         self.num_tokens: I64 = np.zeros(max_num_seqs, np.int64)
         self.prompt_lens: I64 = np.zeros(max_num_seqs, np.int64)
         self._num_computed: I64 = np.zeros(max_num_seqs, np.int64)
         self._sampling = sampling_columns(max_num_seqs)
-        self._num_candidates: I64 = np.zeros(max_num_seqs, np.int64)  # 0: no beam
-        self._has_beams = False  # some row opened since the last reset was a beam
-        self._grammars = None if compiled is None else RowGrammars(compiled, self._tokens, vocab_size)
-        self.logprobs = LogprobTable(max_num_seqs, vocab_size, are_raw_only=are_logprobs_raw)
-        self.pooling = pooling or PoolingTable(None)
-        max_samples = 0 if encoder is None or encoder.audio is None else encoder.audio.max_samples
-        self.inputs = InputTable(vocab_size, hidden_size, max_samples, images)
-        self.encoders = EncoderTable(max_num_seqs, block_size, vocab_size, encoder)
-        self._processors = ProcessorTable(self._tokens, vocab_size, self.encoders.start)
-        self.positions = RowPositions(max_num_seqs)
-        self.states = None if states is None else RowStates(states, self._tokens)
-        self.groups = GroupTables(groups, num_blocks, max_num_seqs, max_blocks, block_size)
-        self.most_drafts = max_num_seqs * max_model_len if states is None else states.num_drafts  # of a step
         self._generations: I64 = np.zeros(max_num_seqs, np.int64)  # changes with each new history of a row
         self._nth_in_batch: I64 = np.zeros(max_num_seqs, np.int64)  # valid for rows that were just written
         self._indices: I64 = np.arange(max_num_seqs)
-        optional: list[RowPart | None] = [self._grammars, adapters, self.states]
-        self._parts: list[RowPart] = [
-            self.encoders,  # before the processors, which read where the outputs of a row begin
-            self._processors,
-            self.logprobs,
-            self.pooling,
-            self.inputs,
-            self.positions,
-            self.groups,
-            *(part for part in optional if part is not None),
-        ]
-        self._checks = self._all_checks()
+        self.processing = ProcessorTable(self.tokens, vocab_size)
+        self._parts: list[RowPart] = []
+        self.add_parts(self.processing)
 
-    def add_part(self, part: RowPart) -> None:
-        """Adds a part whose state also depends on the table. No row is open."""
-        self._parts.append(part)
-
-    def _all_checks(self) -> tuple[Callable[[RowOpen], str | None], ...]:
-        return (
-            self._history_refusal,
-            self.inputs.refusal,
-            self.encoders.refusal,
-            self._table_refusal,
-            self.groups.refusal,
-            self._candidates_refusal,
-            self._processors.refusal,
-            self._grammar_refusal,
-            self.logprobs.refusal,
-            self._adapter_refusal,
-            self.pooling.refusal,
-            self._snapshot_refusal,
-            _sampling_refusal,
-        )
+    def add_parts(self, *parts: RowPart) -> None:
+        """Adds parts behind those that the rows have. No row is open."""
+        self._parts += parts
+        self._opening, self._refusing = having(self._parts, RowPart.open), having(self._parts, RowPart.refusal)
+        self._closing, self._resets = having(self._parts, RowPart.close), hooks(self._parts, RowPart.reset)
+        self._moves = hooks(self._parts, RowPart.move)
+        self._checking = having(self._parts, RowPart.are_bad)
+        self.checks = hooks(self._parts, RowPart.check)
+        self.block_parts = [part for part in self._parts if isinstance(part, BlockPart)]
+        self._change_tables = hooks(self.block_parts, BlockPart.change_tables)
 
     def rows_used(self) -> int:
         return int(self.is_open.sum())
@@ -141,15 +75,15 @@ class OpenRows:
     def reset(self) -> None:
         """Closes all rows."""
         self.is_open[:] = False
-        self._has_beams = False
-        for part in self._parts:
-            part.reset()
+        for reset in self._resets:
+            reset()
 
     def close(self, rows: U32) -> None:
         """Closes rows; a closed row stays closed."""
-        self.is_open[rows[rows < self._max_num_seqs]] = False
-        for part in self._parts:
-            part.close(rows)
+        self.is_open[rows[rows < self.max_num_seqs]] = False
+        for part in self._closing:
+            if part.in_use:
+                part.close(rows)
 
     # Opening
 
@@ -164,17 +98,23 @@ class OpenRows:
 
     def _refusal(self, item: RowOpen) -> str | None:
         """Why this row cannot be opened; None if it can."""
-        if item.row >= self._max_num_seqs:
-            return f"row {item.row} is beyond max_num_seqs {self._max_num_seqs}"
+        if item.row >= self.max_num_seqs:
+            return f"row {item.row} is beyond max_num_seqs {self.max_num_seqs}"
         if self.is_open[item.row]:
             return f"row {item.row} is already open; close it first"
-        return next((refusal for check in self._checks if (refusal := check(item)) is not None), None)
+        for refuse in (self._history_refusal, self._table_refusal, _sampling_refusal):
+            if (message := refuse(item)) is not None:
+                return message
+        for part in self._refusing:
+            if part.asks(item) and (message := part.refusal(item)) is not None:
+                return message
+        return None
 
     def _history_refusal(self, item: RowOpen) -> str | None:
         num_tokens = len(item.token_ids)
         if item.fork_of_row is not None:
             parent = item.fork_of_row
-            if parent >= self._max_num_seqs or not self.is_open[parent]:
+            if parent >= self.max_num_seqs or not self.is_open[parent]:
                 return f"fork_of_row {parent} is not open"
             if self.num_tokens[parent] < item.prompt_len:
                 return f"fork_of_row {parent} has {self.num_tokens[parent]} tokens, but prompt_len is {item.prompt_len}"
@@ -191,38 +131,18 @@ class OpenRows:
         table = item.block_table
         if len(table) > self.tables.shape[1]:
             return f"block_table has {len(table)} blocks, max_model_len needs at most {self.tables.shape[1]}"
-        if len(table) and int(table.max()) >= self._num_blocks:
-            return f"block {int(table.max())} is outside the pool of {self._num_blocks} blocks"
+        if len(table) and int(table.max()) >= self.num_blocks:
+            return f"block {int(table.max())} is outside the pool of {self.num_blocks} blocks"
         return None
-
-    def _grammar_refusal(self, item: RowOpen) -> str | None:
-        if item.grammar is None or self._grammars is not None:
-            return None
-        return "this worker's model folder has no tokenizer.json, so it cannot apply a grammar"
-
-    def _candidates_refusal(self, item: RowOpen) -> str | None:
-        if item.num_candidates > self._vocab_size:
-            return f"num_candidates is {item.num_candidates}, expected at most the vocabulary size {self._vocab_size}"
-        return None
-
-    def _snapshot_refusal(self, item: RowOpen) -> str | None:
-        if self.states is not None:
-            return self.states.refusal(item)
-        return None if item.snapshot is None else "the row has a snapshot, but the model has no recurrent layers"
-
-    def _adapter_refusal(self, item: RowOpen) -> str | None:
-        if self.adapters is not None:
-            return self.adapters.refusal(item)
-        return "this worker computes no adapters" if item.adapter else None
 
     def _open_one(self, item: RowOpen) -> None:
         row = item.row
         history = item.token_ids
         if item.fork_of_row is not None:
-            history = self._tokens[item.fork_of_row, : item.prompt_len]
+            history = self.tokens[item.fork_of_row, : item.prompt_len]
         self.is_open[row] = True
         self._generations[row] += 1
-        self._tokens[row, : len(history)] = history
+        self.tokens[row, : len(history)] = history
         self.num_tokens[row] = len(history)
         self.prompt_lens[row] = item.prompt_len
         self._num_computed[row] = item.num_computed_tokens
@@ -232,85 +152,62 @@ class OpenRows:
         for name in SAMPLER_FIELDS:
             self._sampling[name][row] = getattr(item.sampling, name)
         self._sampling["sample_index"][row] = item.sample_index
-        self._num_candidates[row] = item.num_candidates
-        self._has_beams |= item.num_candidates > 0
-        for part in self._parts:
-            part.open(item)
+        for part in self._opening:
+            if part.asks(item):
+                part.open(item)
 
     # Drafts
 
     def tokens_of(self, row: int) -> U32:
         """The history of a row, as a view; valid up to `num_tokens`."""
-        tokens: U32 = self._tokens[row]
+        tokens: U32 = self.tokens[row]
         return tokens
 
     def newest_token(self, row: int) -> int:
-        return int(self._tokens[row, self.num_tokens[row] - 1])
+        return int(self.tokens[row, self.num_tokens[row] - 1])
 
     def in_vocabulary(self, token_ids: list[int]) -> list[int]:
         """The ids before the first content id."""
-        return list(takewhile(self._vocab_size.__gt__, token_ids))
-
-    def valid_drafts(self, row: int, drafts: list[int]) -> list[int]:
-        """The drafts of a row up to the first one that its grammar forbids."""
-        if self._grammars is None:
-            return drafts
-        return drafts[: self._grammars.num_valid(row, int(self.num_tokens[row]), drafts)]
+        return list(takewhile(self.vocab_size.__gt__, token_ids))
 
     def add_drafts(self, row: int, drafts: list[int]) -> int:
         """Puts drafts behind the newest token of a row. Returns the position of that token."""
         end = int(self.num_tokens[row])
-        self._tokens[row, end : end + len(drafts)] = drafts
+        self.tokens[row, end : end + len(drafts)] = drafts
         self.num_tokens[row] = end + len(drafts)
         return end - 1
 
     def add_draft(self, rows: I64, positions: I64, token_ids: U32) -> None:
         """Puts a draft of each row at this position behind its newest token, for what reads the tokens before a
         position. The row does not have it."""
-        self._tokens[rows, positions] = token_ids
+        self.tokens[rows, positions] = token_ids
 
     # Table changes
 
     def change_tables(self, rows: U32, indices: U32, blocks: U32, errors: RowErrors) -> None:
         """Replaces or appends blocks; a row with an impossible change fails and is closed."""
+        for change in self._change_tables:
+            rows, indices, blocks = change((rows, indices, blocks), self.is_open, partial(self.fail, errors=errors))
         if not len(rows):
             return
-        if len(self.groups) and (blocks >= self._num_blocks).any():
-            rows, indices, blocks = self._change_groups(rows, indices, blocks, errors)
-            if not len(rows):
-                return
         if self._are_appends(rows, indices, blocks):
             self.tables[rows, indices] = blocks
             self.table_lens[rows] = indices.astype(np.int64) + 1
             return
-        is_known = rows < self._max_num_seqs
-        is_good = is_known & (indices < self.tables.shape[1]) & (blocks < self._num_blocks)
+        is_known = rows < self.max_num_seqs
+        is_good = is_known & (indices < self.tables.shape[1]) & (blocks < self.num_blocks)
         is_good[is_known] &= self.is_open[rows[is_known]]
         for i in np.flatnonzero(~is_good):
             message = f"table change ({indices[i]} -> block {blocks[i]}) is out of range or its row is not open"
-            self._fail(int(rows[i]), message, errors)
+            self.fail(int(rows[i]), message, errors)
         rows, indices, blocks = rows[is_good], indices[is_good], blocks[is_good]
         self.tables[rows, indices] = blocks
         np.maximum.at(self.table_lens, rows, indices.astype(np.int64) + 1)
         self._fail_gaps(np.unique(rows), errors)
 
-    def _change_groups(self, rows: U32, indices: U32, blocks: U32, errors: RowErrors) -> tuple[U32, U32, U32]:
-        """Applies the changes of groups after the first one. Returns the others, and those of unknown rows."""
-        known = np.minimum(rows, self._max_num_seqs - 1)
-        own = (blocks >= self._num_blocks) & (rows < self._max_num_seqs) & self.is_open[known]
-        own &= blocks < self.groups.end_id
-        is_bad = self.groups.change(rows[own], indices[own], blocks[own])
-        for row in np.unique(rows[own][is_bad]).tolist():
-            self._fail(row, "a table change of a cache group is out of range or left a gap", errors)
-        return rows[~own], indices[~own], blocks[~own]
-
     def _are_appends(self, rows: U32, indices: U32, blocks: U32) -> bool:
         """Whether each change appends a valid block to the table of an open row, as nearly all do."""
-        if (
-            rows.max() >= self._max_num_seqs
-            or indices.max() >= self.tables.shape[1]
-            or blocks.max() >= self._num_blocks
-        ):
+        if rows.max() >= self.max_num_seqs or indices.max() >= self.tables.shape[1] or blocks.max() >= self.num_blocks:
             return False
         return bool(self.is_open[rows].all() and (self.table_lens[rows] == indices).all())
 
@@ -319,49 +216,23 @@ class OpenRows:
         longest = int(lens.max(initial=0))
         has_gap = ((self.tables[rows, :longest] == NO_BLOCK) & (np.arange(longest) < lens[:, None])).any(axis=1)
         for row in rows[has_gap]:
-            self._fail(int(row), "a table change left a gap: append at the table's length", errors)
+            self.fail(int(row), "a table change left a gap: append at the table's length", errors)
 
-    def _fail(self, row: int, message: str, errors: RowErrors) -> None:
+    def fail(self, row: int, message: str, errors: RowErrors) -> None:
+        """Closes a row that cannot continue."""
         errors.add(row, message)
-        if row < self._max_num_seqs:
-            self.is_open[row] = False
+        self.close(np.array([row], np.uint32))
 
-    # Beams
-
-    def move_beams(self, rows: U32, parents: U32, token_ids: U32, errors: RowErrors) -> I64:
-        """Replaces the history of each row by the computed tokens of its parent and one token. An invalid row fails and
-        is closed. Returns the rows that were moved."""
-        if not len(rows):
-            return NO_ROWS
-        is_good = self._are_beams(rows) & self._are_beams(parents) & (token_ids < self._vocab_size)
-        for row in rows[~is_good].tolist():
-            self._fail(
-                row, "the row or its parent is not an open beam, or the beam's token is not in the vocabulary", errors
-            )
-        targets, sources = rows[is_good].astype(np.int64), parents[is_good].astype(np.int64)
+    def continue_from(self, sources: I64, targets: I64, token_ids: U32) -> None:
+        """Replaces the history of each target by the computed tokens of its source and one token."""
         ends = self._num_computed[sources]
-        if not len(targets):
-            return targets
         width = int(ends.max())
-        self._tokens[targets, :width] = self._tokens[sources, :width]
-        self._tokens[targets, ends] = token_ids[is_good]
+        self.tokens[targets, :width] = self.tokens[sources, :width]
+        self.tokens[targets, ends] = token_ids
         self.num_tokens[targets], self._num_computed[targets] = ends + 1, ends
         self._generations[targets] += 1  # a token that these rows sampled is not theirs any more
-        if self.states is not None:
-            self.states.copy_rows(sources.tolist(), targets.tolist())
-        return targets
-
-    def _are_beams(self, rows: U32) -> Bools:
-        known = np.minimum(rows, self._max_num_seqs - 1)
-        are: Bools = (rows < self._max_num_seqs) & self.is_open[known] & (self._num_candidates[known] > 0)
-        return are
-
-    def beam_lines(self, rows: I64) -> BeamLines | None:
-        """The beams among the sampling rows of a step; None if there are none."""
-        if not self._has_beams:
-            return None
-        lines = np.flatnonzero(self._num_candidates[rows])
-        return BeamLines(lines, rows[lines], self._num_candidates[rows[lines]]) if len(lines) else None
+        for move in self._moves:
+            move(sources, targets)
 
     # Columns of a step. All functions take and return arrays over the batch.
 
@@ -377,7 +248,7 @@ class OpenRows:
         rows, num_rows = batch.rows, len(batch.rows)
         if not num_rows:
             return True
-        if num_rows > self._max_num_seqs or rows.max() >= self._max_num_seqs:
+        if num_rows > self.max_num_seqs or rows.max() >= self.max_num_seqs:
             return False
         if not self.is_open[rows].all() or not batch.query_lens.all():
             return False
@@ -387,17 +258,12 @@ class OpenRows:
             return False
         context_lens = batch.context_lens.astype(np.int64)
         ends = context_lens + batch.query_lens
-        limits = np.minimum(self.num_tokens[rows], self.table_lens[rows] * self._block_size)
-        if len(self.groups) and self.groups.are_short(rows.astype(np.int64), ends).any():
-            return False
+        limits = np.minimum(self.num_tokens[rows], self.table_lens[rows] * self.block_size)
         if (ends > limits).any() or ends.max() > self._max_model_len or (context_lens > self._num_computed[rows]).any():
             return False
-        if self.encoders.is_on:
-            computed = self._num_computed[rows]
-            if self.encoders.are_bad_chunks(rows, batch.context_lens, ends, computed).any():
+        for part in self._checking:
+            if part.are_bad(rows.astype(np.int64), context_lens, ends, self._num_computed[rows]).any():
                 return False
-        if self.states is not None and self.states.are_elsewhere(rows, batch.context_lens).any():
-            return False
         return not (batch.sample_mask & (ends < self.prompt_lens[rows])).any()
 
     def _find_bad_one_by_one(self, batch: StepBatch, errors: RowErrors) -> Bools:
@@ -405,15 +271,16 @@ class OpenRows:
         rows = batch.rows.astype(np.int64)
         if len(errors):
             is_bad |= np.fromiter((int(row) in errors for row in rows), np.bool_, len(rows))
-        is_outside = rows >= self._max_num_seqs
+        is_outside = rows >= self.max_num_seqs
         rows = np.where(is_outside, 0, rows)
-        ends = batch.context_lens.astype(np.int64) + batch.query_lens
-        is_repeated = (np.bincount(rows[~is_outside], minlength=self._max_num_seqs) > 1)[rows]
+        context_lens = batch.context_lens.astype(np.int64)
+        ends = context_lens + batch.query_lens
+        is_repeated = (np.bincount(rows[~is_outside], minlength=self.max_num_seqs) > 1)[rows]
         first_output = self.prompt_lens[rows]
         known, computed = self.num_tokens[rows], self._num_computed[rows]
-        room = self.table_lens[rows] * self._block_size
+        room = self.table_lens[rows] * self.block_size
         checks: list[tuple[Bools, Callable[[int], str]]] = [
-            (is_outside, lambda i: f"row is beyond max_num_seqs {self._max_num_seqs}"),
+            (is_outside, lambda i: f"row is beyond max_num_seqs {self.max_num_seqs}"),
             (~self.is_open[rows], lambda i: "row is not open"),
             (is_repeated, lambda i: "row occurs twice in the batch"),
             (batch.query_lens == 0, lambda i: "query_len must be at least 1"),
@@ -427,19 +294,9 @@ class OpenRows:
                 lambda i: f"context_len is {batch.context_lens[i]}, but {computed[i]} tokens are computed",
             ),
             (ends > room, lambda i: f"{ends[i]} tokens do not fit the {room[i]} slots of the row's table"),
-            (
-                self.groups.are_short(rows, ends),
-                lambda i: f"{ends[i]} tokens do not fit the slots of the row's table in a cache group",
-            ),
-            (
-                self.encoders.are_bad_chunks(rows, batch.context_lens, ends, computed),
-                lambda i: f"positions {batch.context_lens[i]} to {ends[i] - 1} are no chunk of an encoder or a decoder",
-            ),
-            (
-                np.zeros(len(rows), np.bool_)
-                if self.states is None
-                else self.states.are_elsewhere(rows, batch.context_lens),
-                lambda i: f"context_len is {batch.context_lens[i]}, but the row's state is at another position",
+            *(
+                (part.are_bad(rows, context_lens, ends, computed), partial(_describe, part, context_lens, ends))
+                for part in self._checking
             ),
             (
                 batch.sample_mask & (ends < first_output),
@@ -454,12 +311,12 @@ class OpenRows:
 
     def expected_slots(self, rows: I64, positions: I64) -> I64:
         """The slot that each (row, position) must be written to."""
-        blocks = self.tables[rows, positions // self._block_size].astype(np.int64)
-        return blocks * self._block_size + positions % self._block_size
+        blocks = self.tables[rows, positions // self.block_size].astype(np.int64)
+        return blocks * self.block_size + positions % self.block_size
 
     def token_ids(self, rows: I64, positions: I64) -> I64:
         """The known tokens at (row, position)."""
-        return self._tokens[rows, positions].astype(np.int64)
+        return self.tokens[rows, positions].astype(np.int64)
 
     def output_positions(self, rows: I64, positions: I64) -> I64:
         """These sequence positions of each row, counted from the end of its prompt."""
@@ -472,32 +329,18 @@ class OpenRows:
     def processed_rows(self, rows: I64, positions: I64) -> ProcessedRows | None:
         """The rows whose logits are processed before they sample the tokens at these sequence positions; None if there
         are none."""
-        if not self._processors.has_rows:
+        if not self.processing.in_use:
             return None
-        return self._processors.select(rows, positions, self.output_positions(rows, positions))
-
-    def has_grammars(self, rows: I64) -> bool:
-        """Whether any of these rows has a grammar."""
-        return self._grammars is not None and self._grammars.has_any(rows)
-
-    def start_masks(self, rows: I64, positions: I64) -> PendingMasks | None:
-        """Starts to compute which tokens the grammars of these rows allow at these sequence positions; None if no row
-        has a grammar."""
-        return None if self._grammars is None else self._grammars.start(rows, positions)
+        return self.processing.select(rows, positions, self.output_positions(rows, positions))
 
     def is_always_processed(self, row: int) -> bool:
         """Whether an open row asks for more than the bans of min_tokens."""
-        return bool(self._processors.asks_always(np.array([row]))[0])
+        return bool(self.processing.asks_always(np.array([row]))[0])
 
     def history(self, row: int) -> tuple[U32, U32]:
         """Known tokens of a row: prompt and output."""
-        tokens, prompt_len = self._tokens[row], self.prompt_lens[row]
+        tokens, prompt_len = self.tokens[row], self.prompt_lens[row]
         return tokens[:prompt_len], tokens[prompt_len : self.num_tokens[row]]
-
-    def prompt_targets(self, rows: I64, positions: I64) -> PromptTargets | None:
-        """The prompt and forced tokens to score, which follow the computed tokens at (row, position); None if there are
-        none."""
-        return self.logprobs.prompt_targets(rows, positions, self.prompt_lens, self._tokens)
 
     def mark_computed(self, rows: I64, ends: I64) -> None:
         """Records that keys and values of each row are computed up to that sequence position."""
@@ -505,7 +348,7 @@ class OpenRows:
 
     def append(self, rows: I64, positions: I64, token_ids: U32) -> None:
         """Appends a sampled token at that sequence position to the history of each row."""
-        self._tokens[rows, positions] = token_ids
+        self.tokens[rows, positions] = token_ids
         self.num_tokens[rows] = positions + 1
 
     def append_accepted(self, rows: I64, positions: I64, token_ids: U32) -> None:
@@ -526,7 +369,11 @@ class OpenRows:
     def fill(self, rows: I64, generations: I64, positions: I64, token_ids: U32) -> None:
         """Sets tokens that were appended before they were known, except in rows with another history since then."""
         is_same = self._generations[rows] == generations
-        self._tokens[rows[is_same], positions[is_same]] = token_ids[is_same]
+        self.tokens[rows[is_same], positions[is_same]] = token_ids[is_same]
+
+
+def _describe(part: RowPart, context_lens: I64, ends: I64, i: int) -> str:
+    return part.why_bad.format(context_len=context_lens[i], end=ends[i], last=ends[i] - 1)
 
 
 def _sampling_refusal(item: RowOpen) -> str | None:

@@ -12,9 +12,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from step_protocol.columns import I64
+from step_protocol.columns import I64, U32
 from step_protocol.messages import ImageSpan, RowOpen
 from worker_svc.engine.row_part import SomeRows
+from worker_svc.engine.step import Step, StepPart
 
 
 class MropePositions:
@@ -51,17 +52,32 @@ class MropePositions:
         return positions
 
 
-class RowPositions(SomeRows[MropePositions]):
+class RowPositions(SomeRows[MropePositions], StepPart):
     """The positions of all rows. A row without images has positions equal to indices."""
 
     def __init__(self, max_num_seqs: int) -> None:
         super().__init__()
         self._deltas = np.zeros(max_num_seqs, np.int64)
 
-    def _state_of(self, item: RowOpen) -> MropePositions | None:
-        found = MropePositions(item.images) if item.images else None
-        self._deltas[item.row] = 0 if found is None else found.delta
+    def _state_of(self, item: RowOpen) -> MropePositions:
+        found = MropePositions(item.images)
+        self._deltas[item.row] = found.delta
         return found
+
+    def close(self, rows: U32) -> None:
+        super().close(rows)
+        self._deltas[rows[rows < len(self._deltas)]] = 0
+
+    def reset(self) -> None:
+        super().reset()
+        self._deltas[:] = 0
+
+    def before(self, step: Step) -> None:
+        plan = step.plan
+        step.forward.positions = self.shifted(plan.token_rows, plan.positions).astype(np.int32)
+        on_axes = self.on_axes(plan.rows, plan.starts, plan.positions)
+        if on_axes is not None:
+            step.forward = step.model.at(step.forward, on_axes)
 
     def delta(self, row: int) -> int:
         """Position minus index of the tokens after the images of a row."""
@@ -69,17 +85,17 @@ class RowPositions(SomeRows[MropePositions]):
 
     def shifted(self, rows: I64, indices: I64) -> I64:
         """The positions of tokens after the images of their rows."""
-        return indices + self._deltas[rows] if self._rows else indices
+        return indices + self._deltas[rows] if self.in_use else indices
 
     def on_axes(self, rows: I64, starts: I64, indices: I64) -> I64 | None:
         """The positions [3, T] of the tokens of a step; None if none of them is before the end of an image. Row i of
         the step has the tokens from `starts[i]` on, with these indices.
         """
-        if not self._rows:
+        if not self.in_use:
             return None
         found: I64 | None = None
         for i, row in enumerate(rows.tolist()):
-            images, tokens = self._rows.get(row), slice(int(starts[i]), int(starts[i + 1]))
+            images, tokens = self.in_use.get(row), slice(int(starts[i]), int(starts[i + 1]))
             if images is None or indices[tokens.start] >= images.last_end:
                 continue
             if found is None:

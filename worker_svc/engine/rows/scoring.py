@@ -6,8 +6,8 @@ A forced token is scored by the same functions as a sampled one: its logits are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,20 +15,11 @@ import torch
 import xxhash
 
 from step_protocol.columns import I64, U32, U64, Bools
-from step_protocol.messages import LogprobColumns, PromptLogprobs, concat_columns
-from worker_svc.engine.backend import Backend, SamplingColumns, TopLogprobs
-from worker_svc.engine.rows.logprobs import LogprobRows, PromptTargets, spread, to_columns
-
-LOGITS_AT_ONCE = 64  # rows of logits in memory for prompt tokens: 38 MB if vocab is 150,000
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredPrompts:
-    """The logits of the rows that sample, and the log probabilities of prompt tokens."""
-
-    logits: torch.Tensor  # [S, vocab]
-    prompt_logprobs: PromptLogprobs
-    bad_rows: I64  # rows whose logits have NaN, +inf or no finite number; they have no prompt_logprobs
+from step_protocol.messages import LogprobColumns, RowErrorCode
+from worker_svc.engine.backend import Backend, SamplingColumns
+from worker_svc.engine.rows.logprobs import LogprobRows, LogprobTable, PromptTargets, spread, to_columns
+from worker_svc.engine.rows.open_rows import OpenRows
+from worker_svc.engine.step import NOTHING_TO_SAMPLE, Logits, Sampled, Step, StepPart
 
 
 class ProcessedLogits(NamedTuple):
@@ -43,33 +34,29 @@ class ProcessedLogits(NamedTuple):
 ProcessedOf = Callable[[I64], ProcessedLogits]
 
 
-@dataclass(frozen=True, slots=True)
-class ToScore:
-    """n tokens, and what their rows ask for."""
-
-    token_ids: U32  # [n]
-    num_top: I64  # [n]
-    is_processed: Bools  # [n]
-    has_digest: Bools  # [n]
-
-
 def score(
-    backend: Backend, logits: torch.Tensor, lines: I64, asked: ToScore, processed_of: ProcessedOf
-) -> tuple[TopLogprobs, dict[str, Any]]:
-    """Scores n tokens from the rows `lines` of the logits of the model. Returns the extra columns too."""
+    backend: Backend,
+    logits: torch.Tensor,
+    lines: I64,
+    token_ids: U32,
+    asked: LogprobRows | PromptTargets,
+    processed_of: ProcessedOf,
+) -> tuple[Bools, LogprobColumns]:
+    """Scores n tokens from the rows `lines` of the logits of the model, as their rows ask. Returns those with bad
+    logits, too."""
     most_top, extras = int(asked.num_top.max(initial=0)), dict[str, Any]()
-    found = backend.logprobs(logits, lines, asked.token_ids, most_top)
+    found = backend.logprobs(logits, lines, token_ids, most_top)
     chosen = np.flatnonzero(asked.is_processed)
     if len(chosen):
         extras["num_kept"] = np.zeros(len(lines), np.uint32)
         extras["raw_logprobs"] = found.values[:, 0].copy()
         values, extras["num_kept"][chosen] = backend.filter_logits(*processed_of(chosen))
-        processed = backend.logprobs(values, np.arange(len(chosen)), asked.token_ids[chosen], most_top)
+        processed = backend.logprobs(values, np.arange(len(chosen)), token_ids[chosen], most_top)
         for name in ("values", "token_ids", "ranks", "is_bad"):
             getattr(found, name)[chosen] = getattr(processed, name)
     if asked.has_digest.any():
         extras["logits_digests"] = _digests(logits, lines, asked.has_digest)
-    return found, extras
+    return found.is_bad, to_columns(found, asked.num_top, extras)
 
 
 def _digests(logits: torch.Tensor, lines: I64, has_digest: Bools) -> U64:
@@ -80,56 +67,57 @@ def _digests(logits: torch.Tensor, lines: I64, has_digest: Bools) -> U64:
     return found
 
 
-def heads_with_prompts(heads: I64, targets: PromptTargets) -> I64:
-    """The tokens that need logits, ascending: `heads`, which sample, and each token before a prompt token to score."""
-    return np.union1d(heads, targets.tokens)
+class PromptScores(StepPart):
+    """Log probabilities of prompt tokens and of forced tokens. Reads the logits in slices, to limit memory."""
 
+    def __init__(self, table: LogprobTable, rows: OpenRows, processing: Sequence[StepPart]) -> None:
+        """`processing`: the parts that process the logits of forced tokens."""
+        self._table, self.in_use, self._rows, self._processing = table, table.prompt_rows, rows, processing
 
-def score_prompts(
-    backend: Backend, slices: Iterator[torch.Tensor], heads: I64, targets: PromptTargets, process: ProcessForced
-) -> ScoredPrompts:
-    """Scores prompt tokens and forced tokens from the slices of the logits of `heads_with_prompts`. Keeps the logits of
-    `heads`."""
-    tokens, first, logits = heads_with_prompts(heads, targets), 0, torch.empty(0)
-    parts: list[LogprobColumns] = []
-    is_bad: list[Bools] = []
-    for part in slices:
-        if not first:
-            logits = part.new_empty(len(heads), part.shape[1])
-        here = tokens[first : first + len(part)]
-        first += len(part)
-        _keep(logits, heads, part, here)
-        chosen = slice(*np.searchsorted(targets.tokens, (here[0], here[-1] + 1)))
-        lines = np.searchsorted(here, targets.tokens[chosen])
-        if len(lines):
-            asked = ToScore(
-                targets.token_ids[chosen],
-                targets.num_top[chosen],
-                targets.is_processed[chosen],
-                targets.has_digest[chosen],
-            )
-            forced = _forced(process, part, lines, targets.rows[chosen], targets.positions[chosen])
-            found, extras = score(backend, part, lines, asked, forced)
-            parts.append(to_columns(found, asked.num_top, extras))
-            is_bad.append(found.is_bad)
-    bad_rows = np.unique(targets.rows[np.concatenate(is_bad)])
-    is_kept = ~np.isin(targets.rows, bad_rows)
-    columns = concat_columns(parts).select(is_kept)
-    rows, positions = targets.rows[is_kept].astype(np.uint32), targets.positions[is_kept].astype(np.uint32)
-    return ScoredPrompts(logits, PromptLogprobs(rows, positions, columns), bad_rows)
+    def before(self, step: Step) -> None:
+        targets = self._table.prompt_targets(step.plan.token_rows, step.plan.positions)
+        if targets is not None:
+            step.forward.head_tokens = np.union1d(step.heads, targets.tokens)
+            step.read_slices = partial(self._score, targets)
 
+    def _score(self, targets: PromptTargets, step: Step, slices: Iterator[torch.Tensor]) -> torch.Tensor:
+        """Keeps the logits of the step's `heads`."""
+        tokens, first, logits = step.forward.head_tokens, 0, torch.empty(0)
+        parts: list[LogprobColumns] = []
+        is_bad: list[Bools] = []
+        for part in slices:
+            if not first:
+                logits = part.new_empty(len(step.heads), part.shape[1])
+            here = tokens[first : first + len(part)]
+            first += len(part)
+            _keep(logits, step.heads, part, here)
+            chosen = targets.of(slice(*np.searchsorted(targets.tokens, (here[0], here[-1] + 1))))
+            if len(chosen.tokens):
+                lines = np.searchsorted(here, chosen.tokens)
+                forced = partial(self._forced, step, part, lines, chosen)
+                bad, columns = score(step.backend, part, lines, chosen.token_ids, chosen, forced)
+                parts.append(columns)
+                is_bad.append(bad)
+        bad_rows = np.unique(targets.rows[np.concatenate(is_bad)])
+        for row in bad_rows.tolist():
+            step.errors.add(row, NOTHING_TO_SAMPLE, RowErrorCode.NAN)
+        step.output.prompt_logprobs = targets.to_columns(parts, bad_rows)
+        return logits
 
-# Processes float32 logits [n, vocab] of these rows in place, before the tokens at these sequence positions. Returns the
-# sampling parameters of the rows.
-ProcessForced = Callable[[torch.Tensor, I64, I64], SamplingColumns]
-
-
-def _forced(process: ProcessForced, part: torch.Tensor, lines: I64, rows: I64, positions: I64) -> ProcessedOf:
-    def processed_of(chosen: I64) -> ProcessedLogits:
-        logits = part[torch.from_numpy(lines[chosen])].float()
-        return ProcessedLogits(logits, np.arange(len(chosen)), process(logits, rows[chosen], positions[chosen]))
-
-    return processed_of
+    def _forced(
+        self, step: Step, part: torch.Tensor, lines: I64, targets: PromptTargets, chosen: I64
+    ) -> ProcessedLogits:
+        """The processed logits of some of these targets, whose logits are `lines` of `part`."""
+        rows, positions = targets.rows[chosen], targets.positions[chosen]
+        columns = self._rows.sampling_columns(rows, positions)
+        values = part[torch.from_numpy(lines[chosen])].float()
+        for i in range(len(rows)):  # the matcher of a row consumes one token after the other
+            one = slice(i, i + 1)
+            logits = Logits(values[one], rows[one], positions[one], columns.positions[one])
+            for processing in self._processing:
+                if processing.in_use:
+                    processing.process(step, logits)
+        return ProcessedLogits(values, np.arange(len(rows)), columns)
 
 
 def _keep(logits: torch.Tensor, heads: I64, part: torch.Tensor, tokens: I64) -> None:
@@ -139,41 +127,37 @@ def _keep(logits: torch.Tensor, heads: I64, part: torch.Tensor, tokens: I64) -> 
         logits[torch.from_numpy(lines)] = part[torch.from_numpy(np.flatnonzero(is_head))]
 
 
-@dataclass(frozen=True, slots=True)
-class RawLogits:
-    """The logits of the model for the rows that ask for log probabilities, among the S rows that sample."""
+class SampledScores(StepPart):
+    """Log probabilities of sampled tokens. Comes before the parts that change logits: it keeps those of the model."""
 
-    logits: torch.Tensor  # [.., vocab]
-    lines: I64  # [n] rows of `logits`
-    asked: LogprobRows
+    def __init__(self, table: LogprobTable, changing: Sequence[StepPart]) -> None:
+        """`changing`: the parts that change logits."""
+        self._table, self.in_use, self._changing = table, table.sampled_rows, changing
+        self._raw: tuple[LogprobRows, torch.Tensor, I64] | None = None  # rows of the step, logits, and their lines
 
-    @classmethod
-    def of(cls, logits: torch.Tensor, asked: LogprobRows, *, is_changed: bool) -> RawLogits:
-        """`logits` [S, vocab]; a copy of the asking rows if `logits` will be changed in place."""
-        if not is_changed:
-            return cls(logits, asked.lines, asked)
-        return cls(logits[torch.from_numpy(asked.lines)], np.arange(len(asked.lines)), asked)
+    def process(self, step: Step, logits: Logits) -> None:
+        asked = self._table.asked(logits.rows)
+        if asked is None:
+            self._raw = None
+        elif any(part.in_use for part in self._changing):  # in place, so they are copied
+            self._raw = asked, logits.values[torch.from_numpy(asked.lines)], np.arange(len(asked.lines))
+        else:
+            self._raw = asked, logits.values, asked.lines
 
+    def sampled(self, step: Step, logits: Logits, found: Sampled) -> None:
+        """Columns of the sampled tokens of good rows."""
+        if self._raw is None:
+            return
+        (asked, raw, lines), columns, self._raw = self._raw, found.columns, None
+        is_kept = found.is_good[asked.lines]
+        asked, lines = asked.of(is_kept), lines[is_kept]
 
-def score_sampled(
-    backend: Backend, raw: RawLogits, logits: torch.Tensor, columns: SamplingColumns, token_ids: U32, is_good: Bools
-) -> LogprobColumns:
-    """Columns of the sampled tokens of good rows. `logits` [S, vocab], processed, `columns`, `token_ids` [S] and
-    `is_good` [S] are of all rows that sampled.
-    """
-    asked = raw.asked
-    is_kept = is_good[asked.lines]
-    samplers = asked.lines[is_kept]
+        def processed_of(chosen: I64) -> ProcessedLogits:
+            of = asked.lines[chosen]
+            return ProcessedLogits(
+                logits.values, of, SamplingColumns(columns.params, columns.rows[of], columns.positions[of])
+            )
 
-    def processed_of(chosen: I64) -> ProcessedLogits:
-        lines = samplers[chosen]
-        return ProcessedLogits(
-            logits, lines, SamplingColumns(columns.params, columns.rows[lines], columns.positions[lines])
-        )
-
-    to_score = ToScore(
-        token_ids[samplers], asked.num_top[is_kept], asked.is_processed[is_kept], asked.has_digest[is_kept]
-    )
-    found, extras = score(backend, raw.logits, raw.lines[is_kept], to_score, processed_of)
-    places = np.cumsum(is_good)[samplers] - 1
-    return spread(to_columns(found, to_score.num_top, extras), places, int(is_good.sum()))
+        _, scores = score(step.backend, raw, lines, found.token_ids[asked.lines], asked, processed_of)
+        places = np.cumsum(found.is_good)[asked.lines] - 1
+        step.output.logprobs = spread(scores, places, int(found.is_good.sum()))

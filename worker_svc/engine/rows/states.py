@@ -12,19 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from prefix_index.hashing import STATE_ID_BYTES, state_id
 from step_protocol.columns import I32, I64, U32, Bools
-from step_protocol.messages import RowOpen, StepBatch
+from step_protocol.messages import BadBatchError, RowOpen, StepBatch
 from worker_svc.engine.backend import SnapshotColumns
 from worker_svc.engine.decoder.block_payload import Bytes, InHostMemory, Movable
-from worker_svc.engine.rows.errors import RowErrors
+from worker_svc.engine.row_part import BlockPart
+from worker_svc.engine.step import CheckedStep, Logits, Sampled, Step, StepPart
 
 if TYPE_CHECKING:
-    from worker_svc.engine.recurrent import StatePool  # rows work where torch is not installed
+    import torch  # rows work where torch is not installed
+
+    from worker_svc.engine.recurrent import StatePool
+    from worker_svc.engine.rows.open_rows import OpenRows
 
 UNKNOWN = -1
 
@@ -37,30 +41,17 @@ class KeptState:
     digest: bytes = b""  # under which it is committed
 
 
-class StepRows(Protocol):
-    """The valid rows of a step: part of `CheckedStep`."""
+class RowStates(BlockPart, StepPart):
+    """The position of each row's state, and what the snapshot slots hold."""
 
-    @property
-    def rows(self) -> I64: ...
-    @property
-    def context_lens(self) -> I64: ...
-    @property
-    def ends(self) -> I64: ...
-    @property
-    def has_forks(self) -> bool: ...
-    @property
-    def sources(self) -> I64: ...
-    @property
-    def num_after(self) -> I64 | None: ...
+    why_bad = "context_len is {context_len}, but the row's state is at another position"
 
-
-class RowStates:
-    """A RowPart: the position of each row's state, and what the snapshot slots hold."""
-
-    def __init__(self, pool: StatePool, tokens: U32) -> None:
-        """`tokens` [max_num_seqs, ..]: the known tokens of each row."""
+    def __init__(self, pool: StatePool, rows: OpenRows, num_group_blocks: int) -> None:
+        """`num_group_blocks`: of the cache groups after the first one."""
+        self._first_id = rows.num_blocks + num_group_blocks  # of the snapshots, among ids of blocks
         self._pool = pool
-        self._tokens = tokens
+        self._tokens = rows.tokens
+        self.num_drafts = pool.num_drafts  # of a step
         self.positions: I64 = np.full(pool.num_rows, UNKNOWN, np.int64)
         self._adapters: list[bytes] = [b""] * pool.num_rows
         self._kept: list[KeptState | None] = [None] * pool.num_snapshots
@@ -68,8 +59,15 @@ class RowStates:
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
+    def check(self, batch: StepBatch) -> None:
+        slots = batch.snapshot_slots
+        if len(slots) and (int(slots.max()) >= self._pool.num_snapshots or len(np.unique(slots)) < len(slots)):
+            raise BadBatchError(
+                f"snapshot_slots names slot {int(slots.max())}, or one slot twice; this worker has "
+                f"{self._pool.num_snapshots}"
+            )
+
     def refusal(self, item: RowOpen) -> str | None:
-        """The error in the snapshot of a row; None if there is none."""
         if item.fork_of_row is not None:
             return None
         if item.snapshot is None:
@@ -105,20 +103,25 @@ class RowStates:
         """No row starts from a snapshot that was taken so far."""
         self._kept[:] = [None] * self._pool.num_snapshots
 
-    def are_elsewhere(self, rows: U32 | I64, context_lens: U32 | I64) -> Bools:
+    def are_bad(self, rows: I64, context_lens: I64, ends: I64, num_computed: I64) -> Bools:
         """Rows whose state is not at the position where their tokens of this step begin."""
         found: Bools = self.positions[rows] != context_lens
         return found
 
-    def copy_rows(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Rows continue from the states of other rows, all at once."""
-        self._pool.copy(sources, targets)
-        self.positions[list(targets)] = self.positions[list(sources)]
+    def move(self, sources: I64, targets: I64) -> None:
+        self._pool.copy(sources.tolist(), targets.tolist())
+        self.positions[targets] = self.positions[sources]
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def begin(self, batch: StepBatch, plan: StepRows) -> SnapshotColumns:
-        """The snapshots of a step. Its rows have no known state until `end`, in case the step fails."""
+    def use(self, weights: Any) -> None:
+        self.forget_snapshots()
+
+    def before(self, step: Step) -> None:
+        """The snapshots of a step. Its rows have no known state until `computed`, in case the step fails."""
+        step.forward.snapshots = self._snapshots(step.batch, step.plan)
+
+    def _snapshots(self, batch: StepBatch, plan: CheckedStep) -> SnapshotColumns:
         self.positions[plan.rows] = UNKNOWN
         starts = np.zeros(len(plan.rows) + 1, np.int32)
         slots, places, positions = self._of_drafts(plan)
@@ -139,7 +142,7 @@ class RowStates:
         ends = (positions - plan.context_lens[places]).astype(np.int32)
         return SnapshotColumns(starts, ends, slots[keep].astype(np.int32))
 
-    def _of_drafts(self, plan: StepRows) -> tuple[I64, I64, I64]:
+    def _of_drafts(self, plan: CheckedStep) -> tuple[I64, I64, I64]:
         """The states within the drafts of a step: slots, indices of their rows, and positions."""
         self._drafts = np.zeros(len(plan.rows), np.int64)
         if plan.num_after is not None:
@@ -149,8 +152,11 @@ class RowStates:
         slots = self._pool.num_rows + self._pool.num_snapshots + np.arange(len(places))
         return slots, places, plan.ends[places] - behind
 
-    def settle_drafts(self, plan: StepRows, is_token: Bools) -> None:
-        """After a step, of whose samples these are tokens: a row gets the state before its first wrong draft."""
+    def sampled(self, step: Step, logits: Logits, found: Sampled) -> None:
+        """A row gets the state before its first wrong draft."""
+        plan, is_token = step.plan, found.is_token
+        if plan.num_after is None:
+            return
         counts = np.bincount(plan.sources[is_token], minlength=len(plan.rows))
         first = self._pool.num_rows + self._pool.num_snapshots + np.cumsum(self._drafts) - self._drafts
         for i in np.flatnonzero((self._drafts > 0) & (counts <= self._drafts)).tolist():
@@ -158,7 +164,7 @@ class RowStates:
             self._pool.copy([int(first[i]) + count - 1], [row])
             self.positions[row] = plan.ends[i] - self._drafts[i] + count - 1
 
-    def _places(self, batch: StepBatch, plan: StepRows) -> I64:
+    def _places(self, batch: StepBatch, plan: CheckedStep) -> I64:
         """For each snapshot of a step, the index of its row among the rows that compute; -1: none of them does."""
         place_of = np.full(len(self.positions), -1, np.int64)
         place_of[plan.rows] = np.arange(len(plan.rows))
@@ -167,13 +173,14 @@ class RowStates:
         is_inside = (positions > plan.context_lens[places]) & (positions <= plan.ends[places])
         return np.where(is_inside & (batch.snapshot_rows < len(place_of)), places, -1)
 
-    def end(self, batch: StepBatch, plan: StepRows, errors: RowErrors) -> None:
-        """A step is computed: its rows have states again, its forks those of their parents, its snapshots are kept."""
+    def computed(self, step: Step, logits: torch.Tensor) -> None:
+        """The rows have states again, forks those of their parents, and the snapshots are kept."""
+        batch, plan = step.batch, step.plan
         self.positions[plan.rows] = plan.ends
         if plan.has_forks:
             forks, parents = batch.fork_rows.tolist(), batch.fork_parents.tolist()
-            pairs = [pair for pair in zip(parents, forks, strict=True) if pair[1] not in errors]
-            self.copy_rows([parent for parent, _ in pairs], [fork for _, fork in pairs])
+            pairs = [pair for pair in zip(parents, forks, strict=True) if pair[1] not in step.errors]
+            self.move(*np.array(pairs, np.int64).reshape(-1, 2).T)
         if not len(batch.snapshot_rows):
             return
         places = self._places(batch, plan)
@@ -182,15 +189,17 @@ class RowStates:
             kept = KeptState(state_id(self._tokens[row, :position], self._adapters[row]))
             self._kept[int(batch.snapshot_slots[i])] = kept
 
-    def commit(self, slots: Sequence[int], digests: Sequence[bytes]) -> None:
+    def commit(self, blocks: I64, digests: list[bytes]) -> tuple[I64, list[bytes]]:
         """The snapshots in these slots may be kept elsewhere under these digests."""
-        for slot, digest in zip(slots, digests, strict=True):
-            if (kept := self._kept[slot]) is not None:
-                kept.digest = digest
+        is_own = blocks >= self._first_id
+        for i in np.flatnonzero(is_own).tolist():
+            if (kept := self._kept[int(blocks[i]) - self._first_id]) is not None:
+                kept.digest = digests[i]
+        return blocks[~is_own], [digests[i] for i in np.flatnonzero(~is_own).tolist()]
 
-    def movable(self) -> MovableSnapshots:
+    def movable(self) -> list[Movable]:
         """The snapshots as bytes."""
-        return MovableSnapshots(self._pool, self._kept)
+        return [MovableSnapshots(self._pool, self._kept)]
 
 
 class MovableSnapshots(InHostMemory):

@@ -2,52 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from step_protocol.columns import I64, Bools
 from step_protocol.messages import BadBatchError, StepBatch
 from worker_svc.engine.config import EngineInfo
-from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.open_rows import OpenRows
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedStep:
-    """B rows that compute T tokens; S of them or of their forks sample. All rows are valid."""
-
-    rows: I64  # [B]
-    context_lens: I64  # [B] tokens in the pool before this step
-    ends: I64  # [B] sequence positions after the last token
-    starts: I64  # [B + 1] first token of each row
-    token_rows: I64  # [T]
-    positions: I64  # [T]
-    slots: I64  # [T] where keys and values go
-    sampling_rows: I64  # [S] rows of the sample mask in batch order, then forks
-    sources: I64  # [S] index in `rows` of the row whose last logits are sampled
-    has_forks: bool  # without forks, sources ascend, without repetition if no row has drafts
-    group_slots: I64 | None = None  # [G, T] the same in the cache groups after the first one. None: there is one group
-    num_after: I64 | None = None  # [S] drafts of the row after the token that is sampled from. None: no row has drafts
-
-    @property
-    def sampled_positions(self) -> I64:
-        """[S] sequence positions of the tokens to sample."""
-        ends = self.ends[self.sources]
-        return ends if self.num_after is None else ends - self.num_after
-
-    @property
-    def sampled_tokens(self) -> I64:
-        """[S] the tokens of the step whose logits are sampled."""
-        last = self.starts[self.sources + 1] - 1
-        return last if self.num_after is None else last - self.num_after
-
-    @property
-    def nth(self) -> I64:
-        """[S] numbers of the samples in their rows, above 0 behind drafts."""
-        lines = np.arange(len(self.sampling_rows))
-        is_first = np.append(True, self.sampling_rows[1:] != self.sampling_rows[:-1])[: len(lines)]
-        return lines - np.maximum.accumulate(np.where(is_first, lines, 0))
+from worker_svc.engine.step import CheckedStep, RowErrors
 
 
 class StepChecker:
@@ -55,8 +16,8 @@ class StepChecker:
 
     def __init__(self, rows: OpenRows, info: EngineInfo) -> None:
         self._rows = rows
-        self._info = info
-        self._slot_owner = np.zeros(info.num_all_blocks * info.block_size, np.int64)
+        self._info, self._num_blocks = info, info.num_all_blocks
+        self._slot_owner = np.zeros(self._num_blocks * info.block_size, np.int64)
 
     def check_columns(self, batch: StepBatch) -> None:
         """Raises BadBatchError for columns that contradict the pool. Their lengths agree: the protocol checks them."""
@@ -64,37 +25,25 @@ class StepChecker:
         num_tokens = len(batch.slot_mapping)
         if num_tokens > info.max_num_batched_tokens:
             raise BadBatchError(f"{num_tokens} tokens exceed max_num_batched_tokens {info.max_num_batched_tokens}")
-        num_blocks, num_snapshots = info.num_all_blocks, info.num_snapshots or 0
+        num_blocks, num_snapshots = self._num_blocks, info.num_snapshots or 0
         for name, end in (("copy_src", 0), ("copy_dst", 0), ("commit_blocks", num_snapshots)):
             blocks = getattr(batch, name)
             if len(blocks) and (block := int(blocks.max())) >= num_blocks + end:
                 raise BadBatchError(f"{name} names block {block}, but the pool has {num_blocks} blocks")
-        if info.groups:
-            ends = np.cumsum([info.num_blocks, *(group.num_blocks for group in info.groups)])
-            of_src, of_dst = (
-                np.searchsorted(ends, batch.copy_src, "right"),
-                np.searchsorted(ends, batch.copy_dst, "right"),
-            )
-            if not np.array_equal(of_src, of_dst):
-                raise BadBatchError("copy_src and copy_dst name blocks of different cache groups")
-        slots = batch.snapshot_slots
-        if len(slots) and (int(slots.max()) >= num_snapshots or len(np.unique(slots)) < len(slots)):
-            raise BadBatchError(
-                f"snapshot_slots names slot {int(slots.max())}, or one slot twice; this worker has {num_snapshots}"
-            )
+        for check in self._rows.checks:
+            check(batch)
 
     def check(self, batch: StepBatch, errors: RowErrors) -> CheckedStep:
         """The batch without its bad rows, which get their error in `errors`."""
         is_bad = self._rows.find_bad(batch, errors)
         tokens = _Tokens(batch, is_bad)
         wrong = self._find_bad_slots(batch, tokens, errors)
-        if wrong is None and len(self._rows.groups):
-            wrong = self._find_bad_group_slots(batch, tokens, errors)
+        for part in self._rows.block_parts if wrong is None else ():
+            wrong = self._find_shared(part.slots(tokens.rows, tokens.positions), batch, tokens, errors)
         if wrong is not None:
             is_bad = wrong if is_bad is None else is_bad | wrong
             tokens = _Tokens(batch, is_bad)
-        group_slots = self._rows.groups.slots(tokens.rows, tokens.positions) if len(self._rows.groups) else None
-        samplers, num_after = np.flatnonzero(tokens.sample_mask), None
+        samplers, num_after = tokens.sample_mask.nonzero()[0], None
         if batch.draft_lens is not None:
             draft_lens = batch.draft_lens[tokens.kept[samplers]].astype(np.int64)
             samplers = np.repeat(samplers, draft_lens + 1)
@@ -117,7 +66,6 @@ class StepChecker:
             token_rows=tokens.rows,
             positions=tokens.positions,
             slots=tokens.slots,
-            group_slots=group_slots,
             sampling_rows=sampling_rows,
             sources=sources,
             has_forks=len(sources) > len(samplers),
@@ -149,10 +97,8 @@ class StepChecker:
             found[writers[i]] = True
         return found
 
-    def _find_bad_group_slots(self, batch: StepBatch, tokens: _Tokens, errors: RowErrors) -> Bools | None:
-        """The same for slots of cache groups, which follow from the tables: rows that write a slot of another row."""
-        groups = self._rows.groups
-        slots = groups.global_slots(groups.slots(tokens.rows, tokens.positions))
+    def _find_shared(self, slots: I64, batch: StepBatch, tokens: _Tokens, errors: RowErrors) -> Bools | None:
+        """The same for slots [n, T] of other blocks, which follow from tables: rows that write one of another row."""
         self._slot_owner[slots] = tokens.batch_indices
         is_shared = self._slot_owner[slots] != tokens.batch_indices
         if not is_shared.any():
@@ -205,7 +151,7 @@ class _Tokens:
             self.context_lens, self.sample_mask = self.context_lens[keep], self.sample_mask[keep]
         self.ends = self.context_lens + query_lens
         self.starts = np.zeros(len(keep) + 1, np.int64)  # [B + 1]
-        np.cumsum(query_lens, out=self.starts[1:])
+        query_lens.cumsum(out=self.starts[1:])
         self.slots = slots  # [T]
         self.batch_indices, self.rows, self.positions = keep, self.batch_rows, self.context_lens  # one token each
         if len(slots) == len(keep):

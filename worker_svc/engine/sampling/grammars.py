@@ -151,7 +151,7 @@ class RowGrammars(SomeRows[_RowGrammar]):
     def __init__(self, compiled: CompiledGrammars, tokens: U32, vocab_size: int) -> None:
         """`tokens` [max_num_seqs, width] are the token histories of all rows; the row table writes them."""
         super().__init__()
-        self._compiled = compiled
+        self._compiled, self.eos_token_ids = compiled, compiled.eos_token_ids
         self._tokens = tokens
         self._vocab_size = vocab_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
@@ -164,11 +164,11 @@ class RowGrammars(SomeRows[_RowGrammar]):
 
     def has_any(self, rows: I64) -> bool:
         """Whether any of these rows has a grammar."""
-        return bool(self._rows) and not self._rows.keys().isdisjoint(rows.tolist())
+        return bool(self.in_use) and not self.in_use.keys().isdisjoint(rows.tolist())
 
     def num_valid(self, row: int, num_tokens: int, drafts: list[int]) -> int:
         """How many of these tokens may follow the known tokens of the row, without an end of the output."""
-        if row not in self._rows:
+        if row not in self.in_use:
             return len(drafts)
         state, new = self._take_new(row, num_tokens)
         try:
@@ -181,9 +181,9 @@ class RowGrammars(SomeRows[_RowGrammar]):
     def start(self, rows: I64, positions: I64) -> PendingMasks | None:
         """Starts to compute the masks for the tokens at these sequence positions, which follow the known tokens of the
         rows; None if no row has a grammar. A row with drafts occurs once for each of them, with ascending positions."""
-        if not self._rows:
+        if not self.in_use:
             return None
-        lines = [i for i, row in enumerate(rows.tolist()) if row in self._rows]
+        lines = [i for i, row in enumerate(rows.tolist()) if row in self.in_use]
         if not lines:
             return None
         work: list[_MaskWork] = []
@@ -197,10 +197,10 @@ class RowGrammars(SomeRows[_RowGrammar]):
 
     def _take_new(self, row: int, position: int) -> tuple[_RowGrammar, list[int]]:
         """The row's grammar, and the output tokens that its matcher lacks: all, if the row's history was replaced."""
-        state = self._rows[row]
+        state = self.in_use[row]
         output = self._tokens[row, state.prompt_len : position]
         if not np.array_equal(output[: len(state.consumed)], state.consumed):
-            state = self._rows[row] = _RowGrammar(state.compiled, state.prompt_len, state.eos_token_ids)
+            state = self.in_use[row] = _RowGrammar(state.compiled, state.prompt_len, state.eos_token_ids)
         new = output[len(state.consumed) :].tolist()
         state.consumed = output.copy()
         return state, new

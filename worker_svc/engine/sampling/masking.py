@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 
-from worker_svc.engine.sampling.grammars import RowMasks
+from step_protocol.columns import I64
+from worker_svc.engine.sampling.grammars import PendingMasks, RowGrammars, RowMasks
+from worker_svc.engine.step import Logits, Step, StepPart
+
+
+class GrammarMasks(StepPart):
+    """Lets each row sample what its grammar allows. The masks are computed while the forward pass runs."""
+
+    def __init__(self, grammars: RowGrammars) -> None:
+        self._grammars, self.in_use = grammars, grammars.in_use
+        self._started: tuple[I64 | None, PendingMasks | None] = None, None  # rows of the step
+
+    def before(self, step: Step) -> None:
+        rows = step.plan.sampling_rows
+        self._started = rows, self._grammars.start(rows, step.plan.sampled_positions)
+
+    def process(self, step: Step, logits: Logits) -> None:
+        is_started = self._started[0] is logits.rows
+        masks = self._started[1] if is_started else self._grammars.start(logits.rows, logits.positions)
+        if masks is None:
+            return
+        found = masks.result()
+        if is_started:
+            step.errors.add_all(found.errors(logits.rows))
+        apply_masks(logits.values, found, self._grammars.eos_token_ids, has_rules=logits.has_rules)
 
 
 def apply_masks(
     logits: torch.Tensor,
     masks: RowMasks,
-    eos_token_ids: Sequence[int],
+    eos_token_ids: Iterable[int],
     *,
     has_rules: bool,
     first_id: int = 0,

@@ -36,6 +36,7 @@ from request_fields.fields import (
 from step_protocol.columns import F32, I64, U32
 from step_protocol.messages import RowOpen, TokenRules
 from worker_svc.engine.row_part import SomeRows
+from worker_svc.engine.step import Logits, Step, StepPart
 
 ALWAYS = 2**31  # output position that no row reaches
 
@@ -124,19 +125,17 @@ class ProcessedRows:
 
     def process_one(self, logits: F32, index: int) -> None:
         """Processes the logits [vocab] of one of the P rows in place, as `process_logits` specifies."""
-        self.table.process(logits, int(self.rows[index]), int(self.num_tokens[index]))
+        self.table.process_row(logits, int(self.rows[index]), int(self.num_tokens[index]))
 
 
-class ProcessorTable(SomeRows[tuple[RowProcessing, object]]):
+class ProcessorTable(SomeRows[tuple[RowProcessing, object]], StepPart):
     """The processing that each open row requests. All its state comes from RowOpen and the row's tokens."""
 
-    def __init__(self, tokens: U32, vocab_size: int, start_of: Callable[[int], int] = lambda _row: 0) -> None:
-        """`tokens` [max_num_seqs, width] are the token histories of all rows; the row table writes them. `start_of`
-        returns the position of a row's first token that has an effect.
-        """
+    def __init__(self, tokens: U32, vocab_size: int) -> None:
+        """`tokens` [max_num_seqs, width] are the token histories of all rows; the row table writes them."""
         super().__init__()  # with the arrays of each row's record
         self._tokens = tokens
-        self._start_of = start_of
+        self.start_of: Callable[[RowOpen], int] = lambda _item: 0  # the position of a row's first token with an effect
         self._vocab_size = vocab_size
         self._asks_before: I64 = np.zeros(len(tokens), np.int64)
         self._starts: I64 = np.zeros(len(tokens), np.int64)  # the tokens before have no effect: encoder positions
@@ -178,11 +177,11 @@ class ProcessorTable(SomeRows[tuple[RowProcessing, object]]):
         self._asks_before[item.row] = asked.asks_before
         if not asked.asks_before:
             return None
-        start = self._starts[item.row] = self._start_of(item.row)
+        start = self._starts[item.row] = self.start_of(item)
         return asked, self._write_record(item.row, asked, item.prompt_len - start)
 
     def close(self, rows: U32) -> None:
-        if self._rows:
+        if self.in_use:
             super().close(rows)
             self._asks_before[rows[rows < len(self._asks_before)]] = 0
 
@@ -190,12 +189,13 @@ class ProcessorTable(SomeRows[tuple[RowProcessing, object]]):
         super().reset()
         self._asks_before[:] = 0
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether some open row asks for processing."""
-        return bool(self._rows)
+    def process(self, step: Step, logits: Logits) -> None:
+        selected = self.select(logits.rows, logits.positions, logits.outputs)
+        if selected is not None:
+            step.backend.process_logits(logits.as_float(), selected)
+            logits.has_rules = True
 
-    def select(self, rows: I64, positions: I64, output_positions: I64) -> ProcessedRows | None:
+    def select(self, rows: I64, positions: I64, output_positions: I64 | U32) -> ProcessedRows | None:
         """The rows of a step that ask for processing before they sample the token at these sequence and output
         positions; None if there are none."""
         lines = np.flatnonzero(output_positions < self._asks_before[rows])
@@ -208,11 +208,11 @@ class ProcessorTable(SomeRows[tuple[RowProcessing, object]]):
         is_always: npt.NDArray[np.bool_] = self._asks_before[rows] == ALWAYS
         return is_always
 
-    def process(self, logits: F32, row: int, num_tokens: int) -> None:
+    def process_row(self, logits: F32, row: int, num_tokens: int) -> None:
         """Processes the logits [vocab] of one row in place, as `process_logits` specifies."""
         prompt_len = int(self.records["prompt_len"][row])
         tokens = self._tokens[row, self._starts[row] :]
-        process_logits(logits, self._rows[row][0], tokens[:prompt_len], tokens[prompt_len:num_tokens])
+        process_logits(logits, self.in_use[row][0], tokens[:prompt_len], tokens[prompt_len:num_tokens])
 
     def _write_record(self, row: int, asked: RowProcessing, prompt_len: int) -> object:
         """Writes the kernel's record of a row. Returns the arrays that it refers to."""

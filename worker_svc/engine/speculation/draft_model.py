@@ -18,14 +18,23 @@ is computed again, in pieces of `max_tokens`. Rows of one prefix share the block
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from step_protocol.columns import I64, U32, Bools
 from worker_svc.engine.backend import Backend
+from worker_svc.engine.checkpoint.tensors import Checkpoint
+from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.model import DecoderModel
+from worker_svc.engine.decoder.parse import parse_config
+from worker_svc.engine.encoder.families import encoder_of
+from worker_svc.engine.encoder_decoder.config import is_encoder_decoder
+from worker_svc.engine.engine_info import choose_dtype
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.speculation.sampler import NO_TOKENS, DraftSampler, Sampled, mean_draft_s
 
@@ -157,3 +166,22 @@ class DraftModel:
             if start + count > self._num_chained[row]:  # a draft
                 self._chains[row, start : start + count] = self._chained(row, start, token_ids[end - count : end])
             self._marks[slots[end - count : end]] = self._chains[row, start : start + count]
+
+
+def draft_config(checkpoint: Checkpoint, folder: Path) -> ModelConfig:
+    """The decoder of a folder that can propose drafts. Raises ValueError."""
+    if is_encoder_decoder(checkpoint.config) or encoder_of(checkpoint.config) is not None:
+        raise ValueError(f"speculate: the model of {folder} is not a decoder, so it cannot propose drafts")
+    model = parse_config(checkpoint.config)
+    if model.is_recurrent:
+        raise ValueError(f"speculate: the model of {folder} has recurrent layers, so it cannot propose drafts")
+    return model
+
+
+def draft_block_bytes(config: EngineConfig) -> int:
+    """Bytes that each block of the pool takes in the pool of the draft model; 0 if the settings name none."""
+    if config.proposer != "draft" or config.draft_dir is None:
+        return 0
+    checkpoint = Checkpoint(config.draft_dir)
+    model, dtype = draft_config(checkpoint, config.draft_dir), getattr(torch, choose_dtype(config, checkpoint))
+    return KVCachePool.bytes_per_block(model.kv_layouts(), config.block_size, dtype)

@@ -23,11 +23,12 @@ import numpy as np
 
 from step_protocol.columns import I64, U32, Bools
 from step_protocol.messages import RowOpen, StepBatch, StepOutput
-from worker_svc.engine.rows.errors import RowErrors
+from worker_svc.engine.row_part import RowPart
 from worker_svc.engine.rows.open_rows import OpenRows
-from worker_svc.engine.rows.step_checker import CheckedStep
+from worker_svc.engine.rows.tables import RowTables
 from worker_svc.engine.speculation.draft_len import StepTimes, draft_len, probe_pause
 from worker_svc.engine.speculation.suffix import SuffixIndex
+from worker_svc.engine.step import CheckedStep, RowErrors
 
 FIRST_ACCEPTANCE = 0.5  # of the first row
 ACCEPTANCE_WEIGHT = 0.2  # of the newest draft in the mean of its row
@@ -82,13 +83,21 @@ class DraftCounts:
         self.accepted: I64 = np.zeros(most, np.int64)
 
 
-class RowDrafts:
-    """Owns the drafts of the open rows. A RowPart; called by the model thread."""
+class RowDrafts(RowPart):
+    """Owns the drafts of the open rows. Called by the model thread."""
 
     def __init__(
-        self, rows: OpenRows, max_drafts: int, make_proposer: Callable[[OpenRows], Proposer] = SuffixProposer
+        self,
+        rows: OpenRows,
+        max_drafts: int,
+        make_proposer: Callable[[OpenRows], Proposer] = SuffixProposer,
+        tables: RowTables | None = None,
     ) -> None:
+        """`tables`: of the features of the rows."""
         self._rows = rows
+        self._grammars = None if tables is None else tables.grammars
+        states = None if tables is None else tables.states
+        self._most_in_step = rows.tokens.size if states is None else states.num_drafts
         self._most = max_drafts
         self._proposer = make_proposer(rows)
         self.counts = DraftCounts(self._proposer.name, max_drafts)
@@ -104,7 +113,7 @@ class RowDrafts:
         self._room = 0  # drafts that the step may still have
         self._times = StepTimes()
         self._outputs_per_row = 1.0
-        rows.add_part(self)
+        rows.add_parts(self)
 
     # The life of a row
 
@@ -132,7 +141,7 @@ class RowDrafts:
 
     def begin(self, batch: StepBatch, errors: RowErrors) -> StepBatch:
         """The step with the positions and slots of the rows that speculate. Their drafts follow their tokens."""
-        self._computed, self._room = {}, self._rows.most_drafts
+        self._computed, self._room = {}, self._most_in_step
         if batch.max_query_lens is None:
             return batch
         context_lens, query_lens = batch.context_lens.copy(), batch.query_lens.copy()
@@ -175,7 +184,8 @@ class RowDrafts:
 
     def _drafts_of(self, row: int, most: int) -> list[int]:
         drafts = self._drafts.get(row, [])[: min(most, int(self._wanted[row]), self._room)]
-        drafts = self._rows.valid_drafts(row, drafts) if drafts else []
+        if drafts and self._grammars is not None:
+            drafts = drafts[: self._grammars.num_valid(row, int(self._rows.num_tokens[row]), drafts)]
         self._room -= len(drafts)
         return drafts
 

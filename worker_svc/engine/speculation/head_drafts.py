@@ -24,31 +24,48 @@ import torch
 
 from step_protocol.columns import I64, Bools
 from worker_svc.engine.backend import Backend
-from worker_svc.engine.decoder.model import DecoderModel
+from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.rows.open_rows import OpenRows
-from worker_svc.engine.rows.step_checker import CheckedStep
 from worker_svc.engine.speculation.heads import Head
 from worker_svc.engine.speculation.sampler import NO_TOKENS, DraftSampler, Sampled, mean_draft_s
+from worker_svc.engine.step import CheckedStep, Step, StepPart
 
 
-class HeadDrafts:
+class HeadDrafts(StepPart):
     """Proposes what a head predicts. Called by the model thread."""
 
     def __init__(
-        self, name: str, head: Head, backend: Backend, rows: OpenRows, *, dtype: torch.dtype, max_len: int
+        self,
+        name: str,
+        head: Head,
+        backend: Backend,
+        rows: OpenRows,
+        pool: KVCachePool,
+        *,
+        dtype: torch.dtype,
+        max_len: int,
     ) -> None:
         """`max_len` of a row, with drafts."""
-        self.name, self._rows, self._max_len = name, rows, max_len
+        self.name, self._rows, self._max_len, self._pool = name, rows, max_len, pool
         self.head: Any = head  # None while the weights sleep
+        head.fuse(pool)
         self._sampler = DraftSampler(backend, rows)
         self._before = torch.zeros(len(rows.is_open), head.state_width, dtype=dtype)  # the first position to compute
         self._drafted = torch.zeros_like(self._before)  # states of the newest drafts
         self._seen: tuple[CheckedStep, torch.Tensor] | None = None
         self.draft_s = 0.0
 
-    def see(self, plan: CheckedStep, target: DecoderModel) -> None:
-        """The target has computed a step."""
-        self._seen = plan, self.head.states_of(target)
+    def use(self, weights: Any) -> None:
+        self.head = None if weights is None else weights.head
+        if self.head is not None:
+            self.head.fuse(self._pool)
+
+    def before(self, step: Step) -> None:
+        if self.head.reads_hidden:
+            step.forward.hidden_tokens = np.arange(len(step.forward.token_ids))
+
+    def computed(self, step: Step, logits: torch.Tensor) -> None:
+        self._seen = step.plan, self.head.states_of(step.model)
 
     def close(self, row: int) -> None:
         self._before[row] = 0

@@ -16,10 +16,12 @@ import torch
 from worker_svc.engine.backend import Backend, Embedded, ForwardBatch, KVLayout
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
+from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.model import DecoderModel, DecoderParts
 from worker_svc.engine.decoder.weights import WeightLoader
+from worker_svc.engine.speculation.eagle import EagleFolder, EagleHead
 
 
 class Head(Protocol):
@@ -112,3 +114,23 @@ def predicting_layer(checkpoint: Checkpoint, model: ModelConfig) -> ModelConfig:
 def mtp_layout(checkpoint: Checkpoint, model: ModelConfig) -> KVLayout:
     """What the head keeps of a token."""
     return predicting_layer(checkpoint, model).layers[0].kv_layout()
+
+
+def head_layouts(checkpoint: Checkpoint, config: EngineConfig, model: ModelConfig) -> list[KVLayout]:
+    """The layer of the pool for the head of the settings, after those of the model."""
+    if config.proposer == "eagle" and config.draft_dir is not None:
+        return [EagleFolder(config.draft_dir, model).kv_layout()]
+    return [mtp_layout(checkpoint, model)] if config.proposer == "mtp" else []
+
+
+def load_head(
+    checkpoint: Checkpoint, config: EngineConfig, target: DecoderModel, backend: Backend, max_len: int
+) -> Head | None:
+    """The head of the settings; None if they name none."""
+    if config.proposer == "eagle" and config.draft_dir is not None:
+        return EagleHead(EagleFolder(config.draft_dir, target.parts.config), target, backend, max_len)
+    if config.proposer != "mtp":
+        return None
+    layer = predicting_layer(checkpoint, target.parts.config)
+    loader = WeightLoader(checkpoint, layer, backend, target.parts.embedding.dtype)
+    return MtpHead(loader, layer, target, backend)

@@ -70,23 +70,6 @@ def _gain(norm: Norm) -> torch.Tensor:
     return norm.weight.double() + (norm.kind == "rms_offset")
 
 
-def formats_of(
-    config: ModelConfig, quantize: Quantization | None, dtype: torch.dtype, device: torch.device
-) -> frozenset[WeightFormat]:
-    """The formats that quantized weights of a model may have on the device."""
-    schemes = () if config.quantization is None else config.quantization.schemes
-    found: set[WeightFormat] = {"fp8"} if quantize == "fp8" else set()
-    if has_fp8(device) and any(isinstance(scheme, Scaled) and scheme.dtype == FP8_NAME for _, scheme in schemes):
-        found.add("fp8")
-    is_int4 = any(isinstance(scheme, Packed) and scheme.bits == INT4_BITS for _, scheme in schemes)
-    if is_int4 and quantize is None and has_int4(dtype, device):
-        found.add("int4")
-    is_int8 = any(isinstance(scheme, Scaled) and scheme.dtype == "int8" for _, scheme in schemes)
-    if quantize == "int8" or (is_int8 and quantize is None):
-        found.add("int8")
-    return frozenset(found)
-
-
 def whole_experts(num_experts: int, group: Group) -> range | None:
     """The experts of one rank, if each rank can hold equally many. None: it holds a part of every expert."""
     count, rest = divmod(num_experts, group.size)

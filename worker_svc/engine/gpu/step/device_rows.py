@@ -11,6 +11,7 @@ from step_protocol.messages import StepBatch
 from worker_svc.engine.gpu.kernels.record import TABLE, WORDS
 from worker_svc.engine.gpu.kernels.sampler.filters import STORED_AS
 from worker_svc.engine.rows.open_rows import OpenRows
+from worker_svc.engine.rows.positions import RowPositions
 
 HEAD_WORDS = TABLE
 MAX_INT32 = 2**31 - 1
@@ -41,14 +42,14 @@ def _to_words(name: str, kind: Kind, value: float) -> I32:
     return np.array([min(int(value), MAX_INT32)], np.int32)  # kernels compare signed words
 
 
-def changed_words(batch: StepBatch, rows: OpenRows, stride: int) -> I32:
+def changed_words(batch: StepBatch, rows: OpenRows, positions: RowPositions, stride: int) -> I32:
     """(word, value) [N, 2] of every change by the batch to rows that are open now. No word occurs twice.
 
     `stride` is the length of a record on the device.
     """
     if not batch.opens and not len(batch.table_rows):
         return NO_DELTAS
-    words, values = _opened_words(batch, rows, stride)
+    words, values = _opened_words(batch, rows, positions, stride)
     is_known = (batch.table_rows < len(rows.tables)) & (batch.table_indices < rows.tables.shape[1])
     changed, indices = batch.table_rows[is_known].astype(np.int64), batch.table_indices[is_known].astype(np.int64)
     words.append(changed * stride + HEAD_WORDS + indices)
@@ -57,7 +58,9 @@ def changed_words(batch: StepBatch, rows: OpenRows, stride: int) -> I32:
     return np.stack((found, np.concatenate(values)[first]), axis=1).astype(np.int32)
 
 
-def _opened_words(batch: StepBatch, rows: OpenRows, stride: int) -> tuple[list[I64], list[I32]]:
+def _opened_words(
+    batch: StepBatch, rows: OpenRows, positions: RowPositions, stride: int
+) -> tuple[list[I64], list[I32]]:
     words, values = [], []
     for item in batch.opens:
         if item.row >= len(rows.is_open) or not rows.is_open[item.row]:
@@ -68,7 +71,7 @@ def _opened_words(batch: StepBatch, rows: OpenRows, stride: int) -> tuple[list[I
         head[WORDS["banned_before"]] = min(item.banned_before, MAX_INT32)
         head[WORDS["num_tokens"]], head[WORDS["prompt_len"]] = rows.num_tokens[item.row], rows.prompt_lens[item.row]
         head[WORDS["is_processed"]] = rows.is_always_processed(item.row)
-        head[WORDS["position_delta"]] = rows.positions.delta(item.row)
+        head[WORDS["position_delta"]] = positions.delta(item.row)
         record = np.concatenate((head, table))
         words.append(item.row * stride + np.arange(len(record), dtype=np.int64))
         values.append(record.astype(np.int32))

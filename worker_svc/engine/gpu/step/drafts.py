@@ -22,11 +22,10 @@ from step_protocol.messages import RowOpen, StepBatch
 from worker_svc.engine.gpu.kernels.drafts import HAS_DRAFT, HISTORY, IS_RIGHT, NO_TOKEN, DraftTables
 from worker_svc.engine.gpu.kernels.prepare import DRAFT
 from worker_svc.engine.gpu.uploads import to_device
-from worker_svc.engine.rows.errors import RowErrors
 from worker_svc.engine.rows.open_rows import OpenRows
-from worker_svc.engine.rows.step_checker import CheckedStep
 from worker_svc.engine.speculation.draft_len import LEAST_CHANCE
 from worker_svc.engine.speculation.drafts import ACCEPTANCE_WEIGHT, LEAST_USE, PATIENCE, SHARED_WEIGHT, RowDrafts
+from worker_svc.engine.step import CheckedStep, RowErrors
 
 PENDING = FIRST_CONTENT_ID - 1  # in the history: a token that the host does not know yet
 

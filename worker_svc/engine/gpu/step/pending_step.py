@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import NO_CANDIDATES, RowError, RowErrorCode, StepOutput
+from step_protocol.messages import EMPTY, RowErrorCode, StepOutput
 from worker_svc.engine.gpu.kernels.drafts import BAD, NO_TOKEN
+from worker_svc.engine.gpu.step.device_step import StepResults
 from worker_svc.engine.gpu.step.drafts import StepDrafts
-from worker_svc.engine.gpu.step.extras import StepExtras
 from worker_svc.engine.gpu.step.step_buffer import Staging
-from worker_svc.engine.pooling.pooling import NOT_FINITE
-from worker_svc.engine.step_runner import NOTHING_TO_SAMPLE, rows_with_lens
+from worker_svc.engine.step import NOTHING_TO_SAMPLE, RowErrors
+from worker_svc.engine.step_runner import rows_with_lens
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Writes:
     sampling_rows: I64  # [S]
     generations: I64  # [S]
     positions: I64  # [S] of the sampled tokens
-    extras: StepExtras | None = None  # None: the step computes nothing but tokens
+    reads: Sequence[Callable[[StepResults], None]] = ()  # of what the step computes besides tokens
     drafts: StepDrafts | None = None  # None: the worker computes no drafts
 
     def touch(self, blocks: I64, block_size: int) -> bool:
@@ -45,7 +46,7 @@ NO_IDS: I64 = np.empty(0, np.int64)
 class PendingStep:
     """A launched step. `result` waits for the step. Any thread may call `result`, also repeatedly."""
 
-    def __init__(self, step_id: int, staging: Staging, writes: Writes, errors: list[RowError], started: float) -> None:
+    def __init__(self, step_id: int, staging: Staging, writes: Writes, errors: RowErrors, started: float) -> None:
         self.staging = staging
         self.writes = writes
         self._step_id = step_id
@@ -83,26 +84,16 @@ class PendingStep:
         rows, statuses = self.writes.sampling_rows, self.statuses()
         is_token = (statuses & NO_TOKEN) == 0
         is_bad = ((statuses & BAD) != 0) & is_token
-        logprobs, prompt_logprobs, pooled, bad_rows = None, None, None, rows[is_bad]
-        bad_pooled: list[int] = []
-        candidates = NO_CANDIDATES
-        if (extras := self.writes.extras) is not None:
-            prompt_logprobs, bad_prompts = extras.prompt_logprobs()
-            is_bad |= np.isin(rows, bad_prompts)
-            bad_rows = np.union1d(rows[is_bad], bad_prompts)
-            logprobs = extras.logprobs(is_token & ~is_bad)
-            pooled, bad_pooled = extras.pooled_rows()
-            candidates = extras.candidates(bad_rows)
-        failed = {error.row for error in self._errors}
-        bad = (row for row in bad_rows.tolist() if row not in failed)
-        errors = self._errors + [RowError(row, NOTHING_TO_SAMPLE, RowErrorCode.NAN) for row in bad]
-        errors += [RowError(row, NOT_FINITE, RowErrorCode.NAN) for row in bad_pooled]
-        elapsed_us = int((time.perf_counter() - self.started) * 1e6)
-        is_good = is_token & ~is_bad
-        output = StepOutput(
-            self._step_id, rows[is_good].astype(np.uint32), self.sampled()[is_good], errors, elapsed_us, logprobs,
-            prompt_logprobs, candidates, pooled,
-        )  # fmt: skip
+        output = StepOutput(self._step_id, EMPTY, EMPTY)
+        results = StepResults(rows, is_token, is_bad, output, self._errors)
+        for read in self.writes.reads:
+            read(results)
+        for row in rows[results.is_bad].tolist():
+            self._errors.add(row, NOTHING_TO_SAMPLE, RowErrorCode.NAN)
+        is_good = results.is_good
+        output.rows, output.token_ids = rows[is_good].astype(np.uint32), self.sampled()[is_good]
+        output.errors = list(self._errors.values())
+        output.forward_us = int((time.perf_counter() - self.started) * 1e6)
         if self.writes.drafts is not None:
             self._add_drafts(output, self.writes.drafts, is_good)
         return output

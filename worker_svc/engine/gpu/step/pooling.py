@@ -7,23 +7,33 @@ prompt change it. The final norm limits the size of a hidden state, so no sum ov
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from step_protocol.columns import I64
-from step_protocol.messages import PooledRows, PoolingKind, PoolingTask
+from step_protocol.messages import PoolingKind, PoolingTask, RowErrorCode
 from worker_svc.engine.backend import Linear, Norm
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import Determinism
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.gpu.layers.linears import DeviceLinears
-from worker_svc.engine.gpu.step.scores import Scorer
+from worker_svc.engine.gpu.step.device_step import DevicePart, DeviceStep, Head, StepResults
+from worker_svc.engine.gpu.step.logprobs import Scorer
 from worker_svc.engine.gpu.uploads import to_device, to_host
 from worker_svc.engine.pooling.config import PoolingConfig
-from worker_svc.engine.pooling.pooling import PooledChunk, hidden_tokens, logit_tokens, numbers_of, to_columns
+from worker_svc.engine.pooling.pooling import (
+    NOT_FINITE,
+    PooledChunk,
+    PoolingTable,
+    hidden_tokens,
+    logit_tokens,
+    numbers_of,
+    to_columns,
+)
 from worker_svc.engine.pooling.weights import PoolingWeights, load_pooling
 
 TOKENS_AT_ONCE = 1024  # hidden states that become integers at a time: 24 bytes per number
@@ -54,39 +64,24 @@ def load_device_pooling(
 
 
 @dataclass(frozen=True, slots=True)
-class PooledTokens:
-    """The pooled rows of a step, and the tokens of the step that they need."""
-
-    chunks: Sequence[PooledChunk]
-    hidden: I64  # tokens whose hidden states are pooled
-    logits: I64  # tokens whose logits are returned
-
-    @classmethod
-    def of(cls, chunks: Sequence[PooledChunk]) -> PooledTokens | None:
-        """None if no row needs a hidden state and none is complete."""
-        hidden = hidden_tokens(chunks)
-        if not len(hidden) and not any(chunk.is_last for chunk in chunks):
-            return None
-        return cls(chunks, hidden, logit_tokens(chunks))
-
-
-@dataclass(frozen=True, slots=True)
 class HostPooled:
     """The numbers of the rows that a step completes, in host memory; valid once the step's event has fired."""
 
     weights: PoolingWeights
     parts: list[tuple[Sequence[PooledChunk], torch.Tensor]]  # rows, and the outputs [n, out] of their layers
 
-    def read(self) -> tuple[PooledRows | None, list[int]]:
-        """The numbers of good rows, and the rows whose numbers are not finite."""
+    def read(self, results: StepResults) -> None:
+        """The numbers of good rows. A row whose numbers are not finite fails."""
         found = []
         for chunks, values in self.parts:
             for chunk, line in zip(chunks, values.numpy(), strict=True):
                 found.append((chunk.row, self.weights.finished(chunk.pooling, line)))
-        return to_columns(found)
+        results.output.pooled, bad_rows = to_columns(found)
+        for row in bad_rows:
+            results.errors.add(row, NOT_FINITE, RowErrorCode.NAN)
 
 
-class DevicePooling:
+class DevicePooling(DevicePart):
     """Computes the numbers of pooled rows. Owns the sums of rows whose prompts are computed in several steps."""
 
     def __init__(
@@ -100,15 +95,20 @@ class DevicePooling:
         # One more column: the number of states that are not finite
         self._sums = torch.zeros(max_rows, len(final_norm.weight) + 1, dtype=torch.int64, device=self._device)
 
-    def compute(
-        self,
-        pooled: PooledTokens,
-        states: torch.Tensor,
-        before_logits: torch.Tensor,
-        head: Callable[[torch.Tensor], torch.Tensor],
-    ) -> HostPooled:
-        """Launches the rest of a step. `states` and `before_logits` are the hidden states of the tokens of `pooled`;
-        `head` makes logits of them."""
+    def serve(self, table: PoolingTable, prompt_lens: I64) -> DevicePooling:
+        """Computes the numbers of these rows from now on. `prompt_lens`: of all rows."""
+        self._table, self.in_use, self._prompt_lens = table, table.in_use, prompt_lens
+        return self
+
+    def before(self, step: DeviceStep) -> None:
+        plan = step.plan
+        chunks = self._table.chunks(plan.rows, plan.starts, plan.context_lens, plan.ends, self._prompt_lens)
+        hidden, logits = hidden_tokens(chunks), logit_tokens(chunks)
+        if len(hidden) or any(chunk.is_last for chunk in chunks):
+            step.states.append((np.append(hidden, logits), partial(self._compute, step, chunks)))
+
+    def _compute(self, step: DeviceStep, pooled: Sequence[PooledChunk], states: torch.Tensor, head: Head) -> None:
+        """Launches the rest of a step. `states`: the hidden states of `hidden_tokens`, then those of `logit_tokens`."""
         chunks, vectors = self._vectors(pooled, states)
         parts: list[tuple[Sequence[PooledChunk], torch.Tensor]] = []
         for task in (PoolingTask.VECTOR, PoolingTask.CLASSES):
@@ -116,11 +116,11 @@ class DevicePooling:
             if len(lines):
                 of_task = vectors.index_select(0, to_device(lines, self._device))
                 parts.append(([chunks[i] for i in lines.tolist()], to_host(self._weights.layers(task, of_task))))
-        answering = [c for c in pooled.chunks if c.is_last and c.pooling.task is PoolingTask.LOGITS]
+        answering = [c for c in pooled if c.is_last and c.pooling.task is PoolingTask.LOGITS]
         if answering:
             ids = [chunk.pooling.token_ids.astype(np.int64) for chunk in answering]
-            parts.append((answering, to_host(self._scorer.logits_of(before_logits, head, ids))))
-        return HostPooled(self._weights, parts)
+            parts.append((answering, to_host(self._scorer.logits_of(states[-len(answering) :], head, ids))))
+        step.reads.append(HostPooled(self._weights, parts).read)
 
     def warm_up(self, states: torch.Tensor) -> None:
         """Launches everything that a pooled row may need, with these hidden states [n, hidden_size]."""
@@ -130,14 +130,14 @@ class DevicePooling:
         for task in (PoolingTask.VECTOR, PoolingTask.CLASSES):
             self._weights.layers(task, vectors)
 
-    def _vectors(self, pooled: PooledTokens, states: torch.Tensor) -> tuple[list[PooledChunk], torch.Tensor]:
+    def _vectors(self, pooled: Sequence[PooledChunk], states: torch.Tensor) -> tuple[list[PooledChunk], torch.Tensor]:
         """The rows that the step completes and that return no logits, and their vectors, float32 [n, hidden_size]."""
         last: list[PooledChunk] = []
         last_lines: list[int] = []
         complete: list[PooledChunk] = []
         summed: list[tuple[PooledChunk, range]] = []
         first = 0
-        for chunk in pooled.chunks:
+        for chunk in pooled:
             lines = range(first, first + len(chunk.hidden_tokens()))
             first = lines.stop
             if chunk.pooling.task is PoolingTask.LOGITS:

@@ -17,11 +17,15 @@ from worker_svc.engine.gpu.kernels.sampler.process import (
     process,
     record_tokens,
 )
+from worker_svc.engine.gpu.step.device_step import DeviceLogits, DevicePart, DeviceStep
 from worker_svc.engine.gpu.uploads import to_device
+from worker_svc.engine.row_part import RowPart
 from worker_svc.engine.rows.open_rows import OpenRows
 
+BadWords = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-class DeviceProcessing:
+
+class DeviceProcessing(RowPart, DevicePart):
     """Tables of all rows; only rows that ask for processing use theirs. 8 bytes per row and id of the vocabulary."""
 
     def __init__(self, state: torch.Tensor, vocab: range) -> None:
@@ -35,26 +39,21 @@ class DeviceProcessing:
         self._bad_words: dict[
             int, tuple[U32, ...]
         ] = {}  # by row; a closed row keeps its words until it is opened again
-        self._words = self._upload_words()
+        self._words: BadWords | None = None  # of all rows on the device; None: some have changed
 
-    def open(self, opens: list[RowOpen], rows: OpenRows) -> None:
-        """Sets the tables of rows that were opened in this step. Call it before the step is launched."""
-        has_new_words = False
-        for item in opens:
-            if item.row >= len(rows.is_open) or not rows.is_open[item.row]:
-                continue
-            has_new_words |= self._set_words(item.row, item.rules.bad_words)
-            if rows.is_always_processed(item.row):
-                self._open_one(item, *rows.history(item.row))
-        if has_new_words:
-            self._words = self._upload_words()
+    def serve(self, rows: OpenRows) -> DeviceProcessing:
+        """Keeps the tables of these rows from now on."""
+        self._rows = rows
+        return self
 
-    def _set_words(self, row: int, words: tuple[U32, ...]) -> bool:
-        """Sets the bad words of a row. Returns whether any table must be uploaded."""
-        former = self._bad_words.pop(row, ())
+    def open(self, item: RowOpen) -> None:
+        former, words = self._bad_words.pop(item.row, ()), item.rules.bad_words
         if words:
-            self._bad_words[row] = words
-        return bool(former or words)
+            self._bad_words[item.row] = words
+        if former or words:
+            self._words = None
+        if self._rows.is_always_processed(item.row):
+            self._open_one(item, *self._rows.history(item.row))
 
     def _open_one(self, item: RowOpen, prompt: U32, output: U32) -> None:
         rules, added = item.rules, self._added[item.row]
@@ -66,11 +65,10 @@ class DeviceProcessing:
         added.index_fill_(0, self._local(rules.banned_ids), -torch.inf)
         self._count(item.row, prompt, output)
 
-    def move(self, beams: I64, rows: OpenRows) -> None:
-        """Sets the counted tokens of beams that continue other beams. Call it before the step is launched."""
-        for row in beams.tolist():
-            if rows.is_always_processed(row):
-                self._count(row, *rows.history(row))
+    def move(self, sources: I64, targets: I64) -> None:
+        for row in targets.tolist():
+            if self._rows.is_always_processed(row):
+                self._count(row, *self._rows.history(row))
 
     def _count(self, row: int, prompt: U32, output: U32) -> None:
         counts = self._counts[row]
@@ -81,10 +79,20 @@ class DeviceProcessing:
         recent = self._upload(output[last].astype(np.int32))
         self._recent[row].index_copy_(0, self._upload(last % RECENT), recent)
 
-    def process(
+    def process(self, step: DeviceStep, logits: DeviceLogits) -> None:
+        columns = logits.columns
+        drafts = (columns.nth, columns.sample_tokens, columns.token_ids) if columns.bucket.has_drafts else None
+        logits.values = self.processed(logits.values, columns.sample_rows, columns.output_positions, drafts)
+
+    def sampled(self, step: DeviceStep, logits: DeviceLogits, tokens: torch.Tensor) -> None:
+        self.note(tokens, logits.kept, logits.columns.output_positions)
+
+    def processed(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, drafts: Drafts = None
     ) -> torch.Tensor:
         """float32 logits of rows (-1: padding) that sample at these output positions, with all processing."""
+        if self._words is None:
+            self._words = self._upload_words()
         logits = process(logits, self._state, rows, self._added, self._counts, self._vocab.start, drafts)
         ban_bad_words(logits, rows, positions, self._words, self._recent, self._vocab.start, drafts)
         mask_banned(logits, self._state, rows, positions, self._vocab.start)
@@ -105,7 +113,7 @@ class DeviceProcessing:
     def _upload(self, values: npt.NDArray[np.int64] | npt.NDArray[np.int32] | F32) -> torch.Tensor:
         return to_device(values, self._device)
 
-    def _upload_words(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _upload_words(self) -> BadWords:
         """The bad words of all rows, in the form of `ban_bad_words`."""
         ranges = np.zeros((len(self._state), 2), np.int32)
         words: list[U32] = []

@@ -22,7 +22,7 @@ from worker_svc.engine.gpu.kernels.attention import Queries
 from worker_svc.engine.gpu.layers.device_slots import NO_ADAPTER, StepAdapters
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS
 from worker_svc.engine.gpu.uploads import to_device
-from worker_svc.engine.rows.step_checker import CheckedStep
+from worker_svc.engine.step import CheckedStep
 
 HEADER_WORDS = 4
 NO_ROW = -1

@@ -6,7 +6,7 @@ Per row of the worker, on every rank for its part of the vocabulary:
     counts  int32 [rows, vocab]    occurrences in the output; the sign bit: the id is in the prompt
     recent  int32 [rows, RECENT]   the last output tokens; output position p is at p % RECENT
 
-They are written when a row is opened (gpu/processing.py) and by `record_tokens` after each sample.
+They are written when a row is opened (gpu/step/processing.py) and by `record_tokens` after each sample.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Log probabilities and candidates of beams on the device, as `engine/logprobs.py` and `engine/beams.py` specify them.
+"""Log probabilities and candidates of beams on the device, as rows/logprobs.py and rows/beams.py specify them.
 
 Exponentials are added as integer multiples of 2^-40, so the order does not change the sum. All other operations are
 element-wise, maxima or counts. With tensor parallelism each rank reads its part of the vocabulary; maxima, sums
@@ -7,19 +7,23 @@ and the best k ids of all ranks are combined.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from step_protocol.columns import I64
-from step_protocol.messages import BeamCandidates
+from step_protocol.messages import BeamCandidates as CandidateColumns
+from step_protocol.messages import RowErrorCode
 from worker_svc.engine.backend import TopLogprobs
 from worker_svc.engine.gpu.collectives.group import Group
+from worker_svc.engine.gpu.step.device_step import DeviceLogits, DevicePart, DeviceStep, Head, StepResults
 from worker_svc.engine.gpu.uploads import to_device, to_host
-from worker_svc.engine.rows.logprobs import LogprobRows, PromptTargets
-from worker_svc.engine.sampling.beams import BeamLines
+from worker_svc.engine.rows.beams import BeamLines, BeamTable
+from worker_svc.engine.rows.logprobs import LogprobRows, LogprobTable, PromptTargets, spread, to_columns
+from worker_svc.engine.step import NOTHING_TO_SAMPLE
 
 LINES = 16  # rows of logits at once: their temporaries take 30 bytes per logit
 MASS_UNIT = 2.0**40
@@ -47,10 +51,10 @@ class HostCandidates:
     values: torch.Tensor  # float32 [P, most candidates]
     ids: torch.Tensor  # int64 [P, most candidates]
 
-    def read(self) -> BeamCandidates:
+    def read(self) -> CandidateColumns:
         is_kept = np.arange(self.values.shape[1]) < self.beams.counts[:, None]
         rows = np.repeat(self.beams.rows, self.beams.counts).astype(np.uint32)
-        return BeamCandidates(rows, self.ids.numpy()[is_kept].astype(np.uint32), self.values.numpy()[is_kept])
+        return CandidateColumns(rows, self.ids.numpy()[is_kept].astype(np.uint32), self.values.numpy()[is_kept])
 
 
 class Scorer:
@@ -70,20 +74,16 @@ class Scorer:
         chosen = tokens.index_select(0, self.upload(asked.lines)).long()
         return HostScores(self._score(raw, chosen, int(asked.num_top.max())))
 
-    def prompt(
-        self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], targets: PromptTargets
-    ) -> list[HostScores]:
+    def prompt(self, hidden: torch.Tensor, head: Head, targets: PromptTargets) -> HostScores:
         """Scores prompt tokens from the hidden states [n, dim] before them, a few logits at a time."""
         chosen, num_top = self.upload(targets.token_ids.astype(np.int64)), int(targets.num_top.max())
         parts = [
             self._score(head(hidden[first : first + LINES]), chosen[first : first + LINES], num_top)
             for first in range(0, len(hidden), LINES)
         ]
-        return [HostScores([torch.cat(columns) for columns in zip(*parts, strict=True)])]
+        return HostScores([torch.cat(columns) for columns in zip(*parts, strict=True)])
 
-    def logits_of(
-        self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], token_ids: Sequence[I64]
-    ) -> torch.Tensor:
+    def logits_of(self, hidden: torch.Tensor, head: Head, token_ids: Sequence[I64]) -> torch.Tensor:
         """The logits of some ids of each of the hidden states [n, dim], float32 [n, most ids]. The rest of a line has
         no meaning. NaN becomes +inf, because a maximum over ranks may lose it."""
         ids = np.zeros((len(token_ids), max(map(len, token_ids))), np.int64)
@@ -153,6 +153,12 @@ class Scorer:
             wide.index_copy_(0, part, logprobs.masked_fill_(is_bad, torch.nan))
         return wide
 
+    def warm_up(self, num_rows: int) -> None:
+        """Launches what a beam needs beside other steps."""
+        beam = BeamLines(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
+        logits = torch.zeros(num_rows, len(self._ids), device=self._device)
+        self.candidates(self.take_log_softmax(logits, beam.lines), beam)
+
     def candidates(self, logprobs: torch.Tensor, beams: BeamLines) -> HostCandidates:
         """The best ids of beams, from their processed log probabilities among float32 [S, part]."""
         most = int(beams.counts.max())
@@ -160,6 +166,78 @@ class Scorer:
         parts = [self._best(logprobs.index_select(0, part), most) for part in lines]
         values, ids = (to_host(torch.cat(columns)) for columns in zip(*parts, strict=True))
         return HostCandidates(beams, values, ids)
+
+
+class SampledScores(DevicePart):
+    """Log probabilities of sampled tokens. Comes before the parts that change logits: it keeps those of the model."""
+
+    def __init__(self, table: LogprobTable, scorer: Scorer) -> None:
+        self._table, self.in_use, self._scorer = table, table.sampled_rows, scorer
+
+    def before(self, step: DeviceStep) -> None:
+        self._asked = self._table.asked(step.plan.sampling_rows)
+        step.ends_at_logits |= self._asked is not None
+
+    def process(self, step: DeviceStep, logits: DeviceLogits) -> None:
+        if self._asked is not None:
+            self._raw = logits.values.index_select(0, self._scorer.upload(self._asked.lines))
+
+    def sampled(self, step: DeviceStep, logits: DeviceLogits, tokens: torch.Tensor) -> None:
+        if self._asked is not None:
+            step.reads.append(partial(_read_sampled, self._asked, self._scorer.sampled(self._raw, self._asked, tokens)))
+
+
+def _read_sampled(asked: LogprobRows, scores: HostScores, results: StepResults) -> None:
+    columns = spread(to_columns(scores.read(), asked.num_top), asked.lines, len(results.rows))
+    results.output.logprobs = columns.select(results.is_good)
+
+
+class PromptScores(DevicePart):
+    """Log probabilities of prompt tokens and of forced tokens."""
+
+    def __init__(self, table: LogprobTable, scorer: Scorer) -> None:
+        self._table, self.in_use, self._scorer = table, table.prompt_rows, scorer
+
+    def before(self, step: DeviceStep) -> None:
+        targets = self._table.prompt_targets(step.plan.token_rows, step.plan.positions)
+        if targets is not None:
+            step.states.append((targets.tokens, partial(self._score, step, targets)))
+
+    def _score(self, step: DeviceStep, targets: PromptTargets, states: torch.Tensor, head: Head) -> None:
+        step.reads.append(partial(_read_prompt, targets, self._scorer.prompt(states, head, targets)))
+
+
+def _read_prompt(targets: PromptTargets, scores: HostScores, results: StepResults) -> None:
+    """Rows with NaN, +inf or no finite number fail, also if they sample."""
+    found = scores.read()
+    bad_rows = np.unique(targets.rows[found.is_bad])
+    results.is_bad |= results.is_token & np.isin(results.rows, bad_rows)
+    for row in bad_rows.tolist():
+        results.errors.add(row, NOTHING_TO_SAMPLE, RowErrorCode.NAN)
+    results.output.prompt_logprobs = targets.to_columns([to_columns(found, targets.num_top)], bad_rows)
+
+
+class BeamCandidates(DevicePart):
+    """The candidates of beams, from their log-softmax instead of their logits."""
+
+    def __init__(self, table: BeamTable, scorer: Scorer) -> None:
+        self._table, self.in_use, self._scorer = table, table.in_use, scorer
+
+    def before(self, step: DeviceStep) -> None:
+        self._beams = self._table.lines(step.plan.sampling_rows)
+        step.ends_at_logits |= self._beams is not None
+
+    def process(self, step: DeviceStep, logits: DeviceLogits) -> None:
+        if self._beams is not None:
+            logits.values = self._scorer.take_log_softmax(logits.values, self._beams.lines)
+
+    def sampled(self, step: DeviceStep, logits: DeviceLogits, tokens: torch.Tensor) -> None:
+        if self._beams is not None:
+            step.reads.append(partial(_read_candidates, self._scorer.candidates(logits.values, self._beams)))
+
+
+def _read_candidates(candidates: HostCandidates, results: StepResults) -> None:
+    results.output.candidates = candidates.read().without(results.rows[results.is_bad])
 
 
 def _to_order(x: torch.Tensor) -> torch.Tensor:
