@@ -65,7 +65,9 @@ async def test_a_rate_holds_for_four_gateways(
                     await client.generate(token_ids=[5], max_tokens=1)
             if limit == TOKENS:
                 return
+            loading = asyncio.create_task(load([gateway.address for gateway in gateways], "key-of-limited", seconds))
             code, body, headers = await asyncio.to_thread(post_until_limited, https[0])
+            await loading
             assert (code, body["error"]["code"]) == (429, "rate_limit_exceeded")
             assert f"requests per second: {RATE}" in body["error"]["message"]
             assert int(headers["retry-after-ms"]) > 0

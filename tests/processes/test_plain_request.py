@@ -79,12 +79,11 @@ def traced(folder: Path, ready: dict[str, Any], entered: set[str]) -> Iterator[N
 async def modules_of(stack: tuple[Path, dict[str, Any]], **options: Any) -> set[str]:
     folder, ready = stack
     entered: set[str] = set()
-    options = {"max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "seed": 7} | options
     async with await AsyncClient.connect(ready["target"], timeout_s=DEADLINE_S) as client:
         for _ in range(2):  # a first request enters modules that no later one enters
-            await client.generate("Hello", **options)
+            await client.generate("Hello", max_tokens=4, **options)
         with traced(folder, ready, entered):
-            await client.generate("What is it about", **options)
+            await client.generate("What is it about", max_tokens=4, **options)
             await asyncio.sleep(HEARTBEATS_S)
     return entered
 
@@ -95,12 +94,12 @@ def features_in(modules: set[str]) -> set[str]:
 
 
 async def test_a_plain_request_enters_no_feature(stack: tuple[Path, dict[str, Any]]) -> None:
-    entered = await modules_of(stack)
+    entered = await modules_of(stack, temperature=0.7, top_p=0.9, seed=7)
     assert features_in(entered) == set()
     assert len(entered) <= BUDGET["plain_request"]["modules"], sorted(entered)
 
 
 async def test_a_request_that_uses_a_feature_is_noticed(stack: tuple[Path, dict[str, Any]]) -> None:
-    entered = await modules_of(stack, beam_width=2, n=2, temperature=0.0, top_p=1.0, seed=0)
+    entered = await modules_of(stack, beam_width=2)
     assert "scheduler_svc/core/features/beams.py" in features_in(entered)
     assert len(entered) > BUDGET["plain_request"]["modules"]
