@@ -15,6 +15,9 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 SPACE = " \t\r\n"
 SPACES = re.compile(r"[ \t\r\n]*")
+NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")  # name of a tool
+MAYBE_NAME = re.compile(r"[A-Za-z0-9_.:/-]{0,129}")
+HEAD_PARTS = re.compile(r"(\{name\}|\s+)")
 
 Steps: TypeAlias = Generator[None, None, None]
 
@@ -23,6 +26,12 @@ class Scanner(Protocol):
     """Scans a text from a position; returns the position that it reached."""
 
     def scan(self, text: str, start: int) -> int: ...
+
+
+class MendingScanner(Scanner, Protocol):
+    """A scanner that corrects what it reads."""
+
+    def mended(self, text: str, start: int, end: int) -> str: ...
 
 
 class ItemKind(Enum):
@@ -128,6 +137,10 @@ class AnswerReader:
     def scan(self, scanner: Scanner, at: int = 0) -> int:
         """Run a scanner from an offset. Returns the offset that it reached."""
         return scanner.scan(self._text, self._position + at) - self._position
+
+    def mended(self, scanner: MendingScanner, end: int) -> str:
+        """The text that the scanner read up to an offset, with its corrections."""
+        return scanner.mended(self._text, self._position, self._position + end)
 
     def skip(self, count: int) -> None:
         """Read characters without writing them."""
@@ -240,3 +253,26 @@ class AnswerReader:
             call = self._num_calls - 1 if self._kind is ItemKind.TOOL_CALL else 0
             self._parts.append(AnswerPiece(item, self._kind, text, self._num_bytes, call, self._name))
         self._num_bytes += len(text) if text.isascii() else len(text.encode())
+
+
+def read_head(reader: AnswerReader, at: int, template: str) -> Generator[None, None, tuple[str, int] | None]:
+    """Match a template at an offset; space before it and in it stands for any space.
+
+    Returns the name and the offset after the head; None: it is not there. Nothing is read.
+    """
+    name, at = "", (yield from reader.space_end(at))
+    for part in filter(None, HEAD_PARTS.split(template)):
+        if part.isspace():
+            at = yield from reader.space_end(at)
+            continue
+        if part != "{name}":
+            if not (yield from reader.has(part, at)):
+                return None
+            at += len(part)
+            continue
+        end = yield from reader.end_of(MAYBE_NAME, at)
+        name = reader.pending(at, end)
+        if not NAME.fullmatch(name):
+            return None
+        at = end
+    return name, at

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from gateway_svc.text.calls.gemma import WORD
 from gateway_svc.text.lark import Lark
-from gateway_svc.text.tool_gemma import WORD
 from grammars.schemas import SHARED, GrammarError, Schema
 
 ANNOTATIONS = frozenset(
@@ -29,6 +29,7 @@ KEYWORDS: Mapping[str, tuple[str, ...]] = {  # enforced keywords, by type
     "boolean": (),
     "null": (),
 }
+COMMA = '","'
 KEY = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"  # name of a member that the schema does not name
 
 
@@ -114,22 +115,9 @@ class GemmaValues:
             member = f'{self._lark.add("key", KEY)} ":" {self._rule(others, f"{where}.additionalProperties")}'
             return f'"{{" ({member} ("," {member})*)? "}}"'
         members = {key: self._member(key, value, f"{where}.properties.{key}") for key, value in named.items()}
-        fixed = ' "," '.join(members[key] for key in named if key in required)
+        fixed = [members[key] for key in named if key in required]
         optional = [member for key, member in members.items() if key not in required]
-        if fixed:
-            return f'"{{" {fixed} {" ".join(f"({self._comma(one)})?" for one in optional)} "}}"'
-        return f'"{{" ({" | ".join(self._first_of(optional))})? "}}"' if optional else '"{}"'
-
-    def _first_of(self, members: Sequence[str]) -> list[str]:
-        """Each member as the first one, with what may follow it."""
-        found, rest = [], ""
-        for member in reversed(members):
-            found.append(f"{member} {rest}")
-            rest = self._lark.add("rest", f"({self._comma(member)})? {rest}")
-        return found[::-1]
-
-    def _comma(self, member: str) -> str:
-        return f'"," {member}'
+        return f'"{{" {self._lark.members(fixed, optional, COMMA)} "}}"' if members else '"{}"'
 
     def _member(self, key: str, schema: Any, where: str) -> str:
         is_bare = WORD.fullmatch(key) and key.strip() == key and key

@@ -13,9 +13,8 @@ import re
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from gateway_svc.text.answer import AnswerReader, ItemKind, Steps
-from gateway_svc.text.call_heads import NAME
-from gateway_svc.text.tool_json import write_arguments
+from gateway_svc.text.answer import NAME, AnswerReader, ItemKind, Steps
+from gateway_svc.text.calls.json_calls import write_arguments
 
 START, CHANNEL, MESSAGE, CONSTRAIN = (f"<|{one}|>" for one in ("start", "channel", "message", "constrain"))
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

@@ -49,10 +49,21 @@ class Lark:
             return self.add_json(json.loads(text))
         return self.add("regex", _regex(text))
 
-    def add_text(self, marker: str) -> str:
-        """Add text that is not empty and does not contain the marker; without a marker, it does not begin with `{`."""
+    def members(self, required: Sequence[str], optional: Sequence[str], comma: str) -> str:
+        """Rules one after the other with commas between them, the optional ones after the others."""
+        if required:
+            return f" {comma} ".join(required) + "".join(f" ({comma} {one})?" for one in optional)
+        found, rest = [], ""
+        for one in reversed(optional):
+            found.append(f"{one} {rest}")
+            rest = self.add("rest", f"({comma} {one})? {rest}")
+        return f"({' | '.join(found[::-1])})?" if found else ""
+
+    def add_text(self, marker: str, opener: str = "{") -> str:
+        """Add text that is not empty and does not contain the marker; without a marker, it does not begin with the
+        opener."""
         name = f"TEXT_{len(self._rules)}"
-        other = _without(marker) if marker else r"~/[ \t\r\n]*\{(?s:.*)/"
+        other = _without(marker) if marker else rf"~/[ \t\r\n]*\{opener}(?s:.*)/"
         self._rules.append(f"{name}: /(?s:.+)/ & {other}")
         return name
 

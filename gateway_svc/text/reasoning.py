@@ -86,7 +86,8 @@ GPT_OSS = HarmonyReasoning(
     "<|end|>",
     after="<|start|>assistant",
 )
+COHERE = ReasoningFormat("cohere", "Command A", "<|START_THINKING|>", "<|END_THINKING|>", ("cohere_command3",))
 GEMMA4 = ReasoningFormat("gemma4", "Gemma 4", "<|channel>thought", "<channel|>")
-ROWS = (THINK, MAGISTRAL, GPT_OSS, GEMMA4)
+ROWS = (THINK, MAGISTRAL, GPT_OSS, COHERE, GEMMA4)
 REASONING_FORMATS = {one.name: one for one in ROWS}
 REASONING_PARSERS = REASONING_FORMATS | {alias: one for one in ROWS for alias in one.aliases}

@@ -1,9 +1,9 @@
 """How models write tool calls: one row per format.
 
 A call begins when its name and the first brace of its arguments were read. Text without them stays content, with its
-markers. After the brace, the text up to the end marker belongs to the call: incomplete arguments and arguments that are
-not valid JSON are returned unchanged. A call whose arguments precede the name, or are not an object, is returned when
-it is complete.
+markers. After the brace, the text up to the end marker belongs to the call: incomplete arguments and arguments that
+cannot be mended (`calls.json_scan`) are returned unchanged. A call whose arguments precede the name, or are not an
+object, is returned when it is complete.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gateway_svc.text.answer import AnswerReader, Steps
+from gateway_svc.text.calls.gemma import GemmaCalls
+from gateway_svc.text.calls.json_calls import JsonCalls, MarkedCalls, Schemas, read_mistral
+from gateway_svc.text.calls.python import PythonCalls
+from gateway_svc.text.calls.xml import XmlCalls
 from gateway_svc.text.harmony import MARKERS as HARMONY_MARKERS
 from gateway_svc.text.harmony import read_harmony
-from gateway_svc.text.tool_gemma import GemmaCalls
-from gateway_svc.text.tool_json import Schemas, read_hermes, read_llama3, read_mistral
-from gateway_svc.text.tool_marked import MarkedCalls
-from gateway_svc.text.tool_xml import XmlCalls
 
 
 class CallIds(Enum):
@@ -42,7 +42,7 @@ class ToolFormat:
     markers: tuple[str, ...]
     words: tuple[tuple[str, ...], ...]
     read: Callable[[AnswerReader, Schemas], Steps]
-    layout: XmlCalls | MarkedCalls | GemmaCalls | None = None
+    layout: XmlCalls | JsonCalls | MarkedCalls | PythonCalls | GemmaCalls | None = None
     aliases: tuple[str, ...] = ()
     ids: CallIds = CallIds.OPAQUE
     ends_reasoning: tuple[str, ...] = ()  # markers that end reasoning whose end is missing
@@ -61,6 +61,18 @@ MINIMAX_M2 = XmlCalls(
     ("<minimax:tool_call>\n", "</minimax:tool_call>"),
     ('<invoke name="{name}">\n', "</invoke>\n"),
     ('<parameter name="{key}">', "</parameter>\n"),
+    has_many=True,
+)
+STEP3_MARKERS = tuple(
+    f"<｜{one}｜>" for one in ("tool_calls_begin", "tool_calls_end", "tool_call_begin", "tool_call_end", "tool_sep")
+)
+STEP3 = XmlCalls(
+    ("<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>"),
+    (
+        '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">\n',
+        "</steptml:invoke><｜tool_call_end｜>\n",
+    ),
+    ('<steptml:parameter name="{key}">', "</steptml:parameter>\n"),
     has_many=True,
 )
 DEEPSEEK_MARKERS = tuple(
@@ -92,6 +104,22 @@ KIMI_K2 = MarkedCalls(
 
 GEMMA4 = GemmaCalls("<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTIONGEMMA = GemmaCalls("<start_function_call>", "<end_function_call>", "<escape>")
+
+HERMES = JsonCalls(("<tool_call>\n", "\n</tool_call>"), separator="\n")
+LLAMA3 = JsonCalls(("<|python_tag|>", ""), '{"name": {name}, "parameters": ', "; ", is_bare=True)
+COHERE = JsonCalls(
+    ("<|START_ACTION|>", "<|END_ACTION|>"),
+    '{"tool_call_id": "0", "tool_name": {name}, "parameters": ',
+    separator=", ",
+    is_list=True,
+)
+GRANITE = JsonCalls(("<|tool_call|>", ""), separator=", ", is_list=True)
+HUNYUAN = JsonCalls(("<tool_calls>", "</tool_calls>"), separator=", ", is_list=True)
+PHI4_MINI = JsonCalls(("functools", ""), separator=", ", is_list=True)
+XLAM = JsonCalls(("", ""), separator=", ", is_list=True, is_bare=True)
+LFM2 = PythonCalls(("<|tool_call_start|>", "<|tool_call_end|>"), is_list=True)
+OLMO3 = PythonCalls(("<function_calls>", "</function_calls>"), separator="\n")
+PYTHONIC = PythonCalls(("", ""), is_list=True, is_bare=True)
 
 
 def _read_harmony(reader: AnswerReader, tools: Schemas) -> Steps:
@@ -168,13 +196,13 @@ ROWS = (
     ),
     ToolFormat(
         "qwen3_coder",
-        "Qwen3-Coder, Qwen3.5",
+        "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5",
         "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>",
         TOOL_CALL,
         (("<function=", "<parameter="),),
         QWEN3_CODER.read,
         QWEN3_CODER,
-        aliases=("qwen3_xml",),
+        aliases=("qwen3_xml", "step3p5"),
     ),
     ToolFormat(
         "glm47",
@@ -204,12 +232,90 @@ ROWS = (
         MINIMAX_M2,
     ),
     ToolFormat(
+        "step3",
+        "Step 3",
+        '<steptml:invoke name="f"><steptml:parameter name="a">1</steptml:parameter></steptml:invoke>',
+        STEP3_MARKERS,
+        (("<steptml:invoke",),),
+        STEP3.read,
+        STEP3,
+    ),
+    ToolFormat(
+        "cohere",
+        "Command R7B, Command A",
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {}}]<|END_ACTION|>',
+        ("<|START_ACTION|>", "<|END_ACTION|>"),
+        (("<|START_ACTION|>",),),
+        COHERE.read,
+        COHERE,
+        aliases=("cohere_command3",),
+    ),
+    ToolFormat(
+        "phi4_mini",
+        "Phi-4-mini",
+        'functools[{"name": "f", "arguments": {}}]',
+        ("functools",),
+        (("<|tool|>", "<|/tool|>"),),
+        PHI4_MINI.read,
+        PHI4_MINI,
+        aliases=("phi4_mini_json",),
+    ),
+    ToolFormat(
+        "granite",
+        "Granite 3",
+        '<|tool_call|>[{"name": "f", "arguments": {}}]',
+        ("<|tool_call|>",),
+        (("<|tool_call|>",),),
+        GRANITE.read,
+        GRANITE,
+    ),
+    ToolFormat(
+        "hunyuan",
+        "Hunyuan A13B",
+        '<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>',
+        ("<tool_calls>", "</tool_calls>"),
+        (("<tool_calls>",),),
+        HUNYUAN.read,
+        HUNYUAN,
+        aliases=("hunyuan_a13b",),
+    ),
+    ToolFormat(
+        "lfm2",
+        "LFM2",
+        "<|tool_call_start|>[f(a=1)]<|tool_call_end|>",
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
+        (("<|tool_call_start|>",), ("<|tool_list_start|>",)),
+        LFM2.read,
+        LFM2,
+    ),
+    ToolFormat(
+        "olmo3",
+        "OLMo 3",
+        "<function_calls>f(a=1)</function_calls>, one call a line",
+        ("<function_calls>", "</function_calls>"),
+        (("<function_calls>",),),
+        OLMO3.read,
+        OLMO3,
+    ),
+    ToolFormat(
         "hermes",
-        "Hermes, Qwen2.5, Qwen3",
+        "Hermes, Qwen2.5, Qwen3, Granite 4",
         '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
         TOOL_CALL,
         (("<tool_call>",),),
-        read_hermes,
+        HERMES.read,
+        HERMES,
+        aliases=("granite4",),
+    ),
+    ToolFormat(
+        "pythonic",
+        "Llama 3.2 and 4 with such a template, ToolACE",
+        "[f(a=1), g()] as the whole answer",
+        (),
+        (("[func_name1(",),),
+        PYTHONIC.read,
+        PYTHONIC,
+        aliases=("llama4_pythonic",),
     ),
     ToolFormat(
         "llama3",
@@ -217,8 +323,18 @@ ROWS = (
         '{"name": "f", "parameters": {}}, several with ;, as the whole answer or after <|python_tag|>',
         ("<|python_tag|>",),
         (("<|python_tag|>",), ("<|start_header_id|>", '"parameters":')),
-        read_llama3,
+        LLAMA3.read,
+        LLAMA3,
         aliases=("llama3_json",),
+    ),
+    ToolFormat(
+        "xlam",
+        "xLAM; chosen by --tool-parser only",
+        '[{"name": "f", "arguments": {}}] as the whole answer',
+        (),
+        (),
+        XLAM.read,
+        XLAM,
     ),
 )
 TOOL_FORMATS = {one.name: one for one in ROWS}

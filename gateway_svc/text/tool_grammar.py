@@ -15,20 +15,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gateway_svc.text.calls.gemma import GemmaCalls
+from gateway_svc.text.calls.json_calls import MISTRAL, JsonCalls, MarkedCalls
+from gateway_svc.text.calls.python import PythonCalls
+from gateway_svc.text.calls.values import TEXT_OR_NULL, texts_of, types_of
+from gateway_svc.text.calls.xml import XmlCalls
 from gateway_svc.text.chat_output import ChatFormat
 from gateway_svc.text.gemma_grammar import GemmaValues
 from gateway_svc.text.lark import Lark, TokenId
 from gateway_svc.text.reasoning import HarmonyReasoning, ReasoningFormat
 from gateway_svc.text.tool_formats import OPENAI, TOOL_FORMATS, ToolFormat
-from gateway_svc.text.tool_gemma import GemmaCalls
-from gateway_svc.text.tool_json import END_TOOL_CALL, TOOL_CALL, TOOL_CALLS
-from gateway_svc.text.tool_marked import MarkedCalls
-from gateway_svc.text.tool_xml import XmlCalls
 from grammars.schemas import SHARED
 from request_fields.grammar import GrammarKind
 
+COMMA = '", "'
 CLOSED_OBJECT: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
 GAP = r"/[ \t\r\n]{0,4}/"
+MAX_CALLS = 32  # limit of one answer: weak models repeat a call until the context is full
+MORE = f"{{0,{MAX_CALLS - 1}}}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ def tool_grammar(format: ChatFormat, rules: CallRules, token_id: TokenId, *, is_
     return lark.text(f"{_reasoning(lark, format.reasoning, is_begun=is_reasoning_begun)} {answer}")
 
 
-def _writer(lark: Lark, format: ChatFormat) -> _Hermes:
+def _writer(lark: Lark, format: ChatFormat) -> _Writer:
     if isinstance(format.reasoning, HarmonyReasoning):
         return _Harmony(lark, TOOL_FORMATS[OPENAI])
     tools = format.tools or TOOL_FORMATS["hermes"]  # without calls, all formats write content alike
@@ -75,10 +79,11 @@ def _reasoning(lark: Lark, format: ReasoningFormat | None, *, is_begun: bool) ->
     return rest if is_begun else f"({lark.literal(format.start)} {rest})?"
 
 
-class _Hermes:
-    """<tool_call>, line break, object, line break, </tool_call>."""
+class _Writer:
+    """Calls with a marker before each."""
 
-    start = TOOL_CALL  # the marker before the first call; "": none
+    start = ""  # the marker before the first call; "": none
+    opener = "{"  # without a marker: what free text must not begin with
     separator = '"\\n"'
 
     def __init__(self, lark: Lark, format: ToolFormat) -> None:
@@ -90,7 +95,7 @@ class _Hermes:
 
     def body(self, name: str, schema: Mapping[str, Any]) -> str:
         """One call without the marker before it."""
-        return f'"\\n" {_object(self._lark, name, "arguments", schema)} "\\n" {self._lark.literal(END_TOOL_CALL)}'
+        raise NotImplementedError
 
     def body_beside_content(self, name: str, schema: Mapping[str, Any]) -> str:
         """The same, if the answer may be content that matches a grammar instead."""
@@ -103,14 +108,82 @@ class _Hermes:
     def calls_or_text(self, calls: str) -> str:
         """Any text, and the calls if they are not forced."""
         before = self._lark.until(self.start) if self.start else ""
-        return f"({before} {calls} | {self._lark.add_text(self.start)})?"
+        return f"({before} {calls} | {self._lark.add_text(self.start, self.opener)})?"
 
     def calls(self, body: str, *, is_parallel: bool) -> str:
         """All calls, without the marker before the first."""
-        return f"{body} ({self.separator} {self.lead} {body})*" if is_parallel else body
+        return f"{body} ({self.separator} {self.lead} {body}){MORE}" if is_parallel else body
 
 
-class _Xml(_Hermes):
+class _Json(_Writer):
+    """Objects, one in a block or several in a list."""
+
+    def __init__(self, lark: Lark, format: ToolFormat) -> None:
+        super().__init__(lark, format)
+        if not isinstance(format.layout, JsonCalls):
+            raise RuntimeError(f"the layout of {format.name} is no JsonCalls: a bug in its row")
+        self._json = format.layout
+        self.start = "" if self._json.is_bare else self._json.start
+        self.opener = "[" if self._json.is_list else "{"
+        self.separator = json.dumps(self._json.separator)
+
+    @property
+    def _gap(self) -> str:
+        """The white space after the marker."""
+        return self._json.block[0].removeprefix(self._json.start)
+
+    def body(self, name: str, schema: Mapping[str, Any]) -> str:
+        call = _object(self._lark, self._json.head.replace("{name}", json.dumps(name)), schema)
+        if self._json.is_list or self._json.is_bare:
+            return call
+        return f"{self._lark.literal(self._gap)} {call} {self._lark.literal(self._json.block[1])}"
+
+    def body_beside_content(self, name: str, schema: Mapping[str, Any]) -> str:
+        """Without a marker, as a JSON Schema: the lexer cannot follow a literal and the start of another object at the
+        same time."""
+        if self.start or self._json.is_list:
+            return self.body(name, schema)
+        shared = {keyword: schema[keyword] for keyword in SHARED if keyword in schema}
+        properties = {"name": {"const": name}, "parameters": _arguments(schema)}
+        return self._lark.add_json({**shared, **CLOSED_OBJECT, "properties": properties, "required": list(properties)})
+
+    def calls(self, body: str, *, is_parallel: bool) -> str:
+        if not self._json.is_list:
+            return super().calls(body, is_parallel=is_parallel)
+        more = f"({self.separator} {body}){MORE}" if is_parallel else ""
+        return f'{self._lark.literal(self._gap)} "[" {body} {more} "]" {self._lark.literal(self._json.block[1])}'
+
+
+class _Python(_Writer):
+    """Calls with named arguments: required ones, then optional ones, each in the order of the schema."""
+
+    def __init__(self, lark: Lark, format: ToolFormat) -> None:
+        super().__init__(lark, format)
+        if not isinstance(format.layout, PythonCalls):
+            raise RuntimeError(f"the layout of {format.name} is no PythonCalls: a bug in its row")
+        self._python = format.layout
+        self.start, self.opener = self._python.start, "["
+
+    def body(self, name: str, schema: Mapping[str, Any]) -> str:
+        properties, required = _properties(schema), schema.get("required") or ()
+        arguments = {key: self._argument(key, value, schema) for key, value in properties.items()}
+        fixed = [rule for key, rule in arguments.items() if key in required]
+        optional = [rule for key, rule in arguments.items() if key not in required]
+        return f'{self._lark.literal(f"{name}(")} {self._lark.members(fixed, optional, COMMA)} ")"'
+
+    def calls(self, body: str, *, is_parallel: bool) -> str:
+        opened, closed = ('"["', '"]"') if self._python.is_list else ("", "")
+        more = f"({json.dumps(self._python.separator)} {body}){MORE}" if is_parallel else ""
+        return f"{opened} {body} {more} {closed} {self._lark.literal(self._python.block[1])}"
+
+    def _argument(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        if types_of(schema, root) == {"boolean"}:
+            return f'{self._lark.literal(f"{key}=")} ("True" | "False")'
+        shared = {name: root[name] for name in SHARED if name in root}
+        return f"{self._lark.literal(f'{key}=')} {self._lark.add_json({**shared, **schema})}"
+
+
+class _Xml(_Writer):
     """Required parameters, then the optional ones, each in the order of the schema."""
 
     def __init__(self, lark: Lark, format: ToolFormat) -> None:
@@ -138,22 +211,21 @@ class _Xml(_Hermes):
     def calls(self, body: str, *, is_parallel: bool) -> str:
         if not self._xml.has_many:
             return super().calls(body, is_parallel=is_parallel)
-        more = f"({body})*" if is_parallel else ""
+        more = f"({body}){MORE}" if is_parallel else ""
         return f"{self._lark.literal(self._gap)} {body} {more} {self._lark.literal(self._xml.block[1])}"
 
     def _parameter(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
         head, end = self._lark.literal(self._xml.parameter[0].replace("{key}", key)), self._xml.parameter[1]
-        if schema.get("type") == "string" and "enum" not in schema:
-            marker = end.strip()
-            return f"{head} {self._lark.until(marker)} {self._lark.literal(end.partition(marker)[2])}"
-        if schema.get("type") == "string":
-            values = " | ".join(json.dumps(str(value)) for value in schema["enum"])
-            return f"{head} ({values}) {self._lark.literal(end)}"
+        if types_of(schema, root) <= TEXT_OR_NULL:
+            texts, marker = texts_of(schema, root), end.strip()
+            if texts is None:
+                return f"{head} {self._lark.until(marker)} {self._lark.literal(end.partition(marker)[2])}"
+            return f"{head} ({' | '.join(map(json.dumps, texts))}) {self._lark.literal(end)}"
         shared = {name: root[name] for name in SHARED if name in root}
         return f"{head} {self._lark.add_json({**shared, **schema})} {self._lark.literal(end)}"
 
 
-class _Marked(_Hermes):
+class _Marked(_Writer):
     """A name and JSON arguments between markers."""
 
     def __init__(self, lark: Lark, format: ToolFormat) -> None:
@@ -172,11 +244,11 @@ class _Marked(_Hermes):
         return f"{head} {self._lark.add_json(_arguments(schema))} {self._lark.literal(self._marked.call[1])}"
 
     def calls(self, body: str, *, is_parallel: bool) -> str:
-        more = f"({self._lark.literal(self._marked.separator)} {body})*" if is_parallel else ""
+        more = f"({self._lark.literal(self._marked.separator)} {body}){MORE}" if is_parallel else ""
         return f"{body} {more} {self._lark.literal(self._marked.section[1])}"
 
 
-class _Gemma(_Hermes):
+class _Gemma(_Writer):
     """A name and arguments in Gemma's own notation."""
 
     separator = ""
@@ -193,7 +265,7 @@ class _Gemma(_Hermes):
         return f"{self._lark.literal(f'call:{name}')} {values.root} {self._lark.literal(self._gemma.end)}"
 
 
-class _Harmony(_Hermes):
+class _Harmony(_Writer):
     """A message with a call or with content. It ends the turn, so there is one call, and its end is left to EOS."""
 
     start = "<|channel|>commentary to=functions."
@@ -215,26 +287,10 @@ class _Harmony(_Hermes):
         return body
 
 
-class _Llama3(_Hermes):
-    """An object without a marker, so free text must not begin with a brace."""
-
-    start = ""
-    separator = '"; "'
-
-    def body(self, name: str, schema: Mapping[str, Any]) -> str:
-        return _object(self._lark, name, "parameters", schema)
-
-    def body_beside_content(self, name: str, schema: Mapping[str, Any]) -> str:
-        """The body as a JSON Schema: the lexer cannot follow a literal and the start of an object at the same time."""
-        shared = {keyword: schema[keyword] for keyword in SHARED if keyword in schema}
-        properties = {"name": {"const": name}, "parameters": _arguments(schema)}
-        return self._lark.add_json({**shared, **CLOSED_OBJECT, "properties": properties, "required": list(properties)})
-
-
-class _Mistral(_Hermes):
+class _Mistral(_Writer):
     """The format with [ARGS] if the vocabulary has this token, else a list."""
 
-    start = TOOL_CALLS
+    start = MISTRAL.start
     separator = ""
 
     def __init__(self, lark: Lark, format: ToolFormat) -> None:
@@ -243,32 +299,31 @@ class _Mistral(_Hermes):
 
     def body(self, name: str, schema: Mapping[str, Any]) -> str:
         if self._is_list:
-            return _object(self._lark, name, "arguments", schema)
+            return _object(self._lark, MISTRAL.head.replace("{name}", json.dumps(name)), schema)
         return f"{self._lark.literal(f'{name}[ARGS]')} {self._lark.add_json(_arguments(schema))}"
 
     def calls(self, body: str, *, is_parallel: bool) -> str:
         if not self._is_list:
             return super().calls(body, is_parallel=is_parallel)
-        more = f'(", " {body})*' if is_parallel else ""
+        more = f'(", " {body}){MORE}' if is_parallel else ""
         return f'"[" {body} {more} "]"'
 
 
 # By the name of the format, or the type of its layout.
-WRITERS: Mapping[str | type, type[_Hermes]] = {
-    "hermes": _Hermes,
-    "llama3": _Llama3,
+WRITERS: Mapping[str | type, type[_Writer]] = {
     "mistral": _Mistral,
     OPENAI: _Harmony,
+    JsonCalls: _Json,
+    PythonCalls: _Python,
     GemmaCalls: _Gemma,
     XmlCalls: _Xml,
     MarkedCalls: _Marked,
 }
 
 
-def _object(lark: Lark, name: str, key: str, schema: Mapping[str, Any]) -> str:
+def _object(lark: Lark, head: str, schema: Mapping[str, Any]) -> str:
     """The object of a call. The schema stays a separate document, because its references start at its root."""
-    head = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ')
-    return f'{head} {lark.add_json(_arguments(schema))} "}}"'
+    return f'{json.dumps(head)} {lark.add_json(_arguments(schema))} "}}"'
 
 
 def _arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -35,6 +35,11 @@ HERMES = (
     "<think>never ends <tool_call> </thin",
     "text, then <think>not reasoning</think>",
     "reasoning without its start</think>\n\nThe answer.",
+    '<tool_call>{"name": "f", "arguments": {"x": "a\tb\nc\x00", "y": [True, None, NaN, -Infinity,], }}</tool_call>z',
+    '<tool_call>{"name": "f", "arguments": {"x": Tru, "y": 1}}</tool_call>z',
+    '<tool_call>{"name": "f", "arguments": {"x": Tr',
+    '<tool_call>{"name": "f", "arguments": {"x": 1,                    }}</tool_call>z',
+    '<tool_call>{"arguments": {"x": "a\tb", "y": None}, "name": "f"}</tool_call>',
 )
 
 QWEN3_CODER = (
@@ -50,6 +55,11 @@ QWEN3_CODER = (
     "<tool_call>\n<function",
     "<tool_call>not a function</tool_call>",
     "<tool_call><function=bad name></function></tool_call>",
+    "Sure.\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
+    "Sure. <function=unknown>\n<parameter=x>\n1\n</parameter>\n</function>",
+    "<tool_call><function=f><parameter=code>x </parameter> y</parameter></function></tool_call>",
+    "<tool_call><function=f><parameter=code>x </parameter> y",
+    "<tool_call><function=f><parameter=x>null</parameter><parameter=code>\n\nnull\n\n</parameter></function></tool_call>",
 )
 
 LLAMA3 = (
@@ -146,7 +156,61 @@ GEMMA4 = (
     "<|tool_call>call:f{:1}<tool_call|>",
 )
 
+STEP3 = (
+    'Hm.<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="weather">\n'
+    '<steptml:parameter name="city">a < b\n</steptml:parameter>\n<steptml:parameter name="days">3</steptml:parameter>\n'
+    '</steptml:invoke><｜tool_call_end｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="clock">\n'
+    "</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>",
+    '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f"><steptml:parameter na',
+)
+
+LIST = '[{"name": "weather", "arguments": {"city": "Zürich"}}, {"name": "f", "arguments": {"x": [1]}}]'
+LISTS = (
+    f"{LIST}",
+    '[{"name": "f", "arguments": {"x": "a',
+    "[1, 2]",
+    "[]",
+    "[",
+    '{"name": "f", "arguments": {}}',
+    "text",
+)
+
+
+def lists(start: str, end: str = "") -> tuple[str, ...]:
+    """Answers with a list of calls between markers."""
+    return (*(f"T.\n{start}{one}{end} z" for one in LISTS[:3]), f"{start}{LISTS[-2]}", f"a {start[:-1]}")
+
+
+PYTHONIC = (
+    "[weather(city='Zürich', days=3), f(x=[1, {'y': True}], code=\"a\\nb\")]",
+    '[weather(city="a, b)", days=None), clock()] tail',
+    "[f(x=oops, code='it\\'s')]",
+    "[f(x=1",
+    "[f(code='cut",
+    "[f(x",
+    "[weather(city 1)]",
+    "[other(x=1)]",
+    "[1, 2]",
+    "[",
+    "Plain [weather(city='x')].",
+)
+
 SAMPLES = {
+    "step3": STEP3,
+    "cohere": tuple(
+        text.replace('"name"', '"tool_call_id": "0", "tool_name"').replace('"arguments"', '"parameters"')
+        for text in lists("<|START_ACTION|>", "<|END_ACTION|>")
+    ),
+    "granite": lists("<|tool_call|>"),
+    "hunyuan": lists("<tool_calls>", "</tool_calls>"),
+    "phi4_mini": lists("functools"),
+    "xlam": LISTS,
+    "pythonic": PYTHONIC,
+    "lfm2": tuple(f"Text. <|tool_call_start|>{text}<|tool_call_end|>" for text in PYTHONIC),
+    "olmo3": tuple(
+        f"Text.\n<function_calls>\n{text.strip('[]').replace('), ', ')' + chr(10))}\n</function_calls>"
+        for text in PYTHONIC
+    ),
     "hermes": HERMES,
     "qwen3_coder": QWEN3_CODER,
     "llama3": LLAMA3,

@@ -11,7 +11,7 @@ from gateway_svc.process.chat_flags import TemplateFileError, chat_templates, pa
 from gateway_svc.text.bundle import Tokenizer
 from gateway_svc.text.chat_format import ParserNames, detect_format
 from gateway_svc.text.chat_output import ChatFormat
-from gateway_svc.text.reasoning import GEMMA4, GPT_OSS, MAGISTRAL, THINK
+from gateway_svc.text.reasoning import COHERE, GEMMA4, GPT_OSS, MAGISTRAL, THINK
 from gateway_svc.text.tool_formats import TOOL_FORMATS
 from svc_common import config
 from tests.chat_templates import TEMPLATES
@@ -38,6 +38,14 @@ QWEN3_CODER = "{{ tools }}<tool_call>\n<function=name>\n<parameter=a>"
         ("{{ tools }}functions <|start|>assistant<|channel|>analysis<|message|>", (), "openai", GPT_OSS),
         ("{{ messages }}<|user|>a<|end|>", (), None, None),
         ("{{ tools }}<|tool_call>call:<tool_call|><|channel>thought<channel|>", (), "gemma4", GEMMA4),
+        ("{{ tools }}<steptml:invoke name=", (), "step3", None),
+        ("{{ tools }}<|START_ACTION|><|START_THINKING|><|END_THINKING|>", (), "cohere", COHERE),
+        ("{{ tools }}<|tool|>{{ tools }}<|/tool|>", (), "phi4_mini", None),
+        ("{{ tools }}<|tool_call|>", (), "granite", None),
+        ("{{ tools }}<tool_calls></tool_calls>", (), "hunyuan", None),
+        ("{{ tools }}<|tool_list_start|>", (), "lfm2", None),
+        ("{{ tools }}<function_calls>", (), "olmo3", None),
+        ("{{ tools }}[func_name1(params_name1=x)]<|python_tag|>", (), "pythonic", None),
         ("{{ messages }}", (), None, None),
         ("{{ messages }}", ("<think>",), None, None),
         ("{{ messages }}", ("<think>", "</think>"), None, THINK),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from gateway_svc.request.tools import AnswerPlan
 from gateway_svc.text.answer import AnswerPiece, Item, ItemKind, items_of
+from gateway_svc.text.calls.xml import XmlCalls
 from gateway_svc.text.chat_output import ChatFormat, ChatParser, call_id, parse, short_call_id
 from gateway_svc.text.reasoning import GEMMA4, GPT_OSS, MAGISTRAL, THINK
 from gateway_svc.text.tool_formats import TOOL_FORMATS
@@ -208,6 +210,85 @@ def check_positions(parts: Sequence[AnswerPiece]) -> None:
             [call("weather", '{"city": "Paris"}'), call("b", '{"x": 1}')],
         ),
         ("mistral", "[THINK]Hm.[/THINK]Yes.", [reasoning("Hm."), content("Yes.")]),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"s": "a\tb\nc\x01"}}</tool_call>',
+            [call("f", '{"s": "a\\tb\\nc\\u0001"}')],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"x": [True, None, NaN, -Infinity,], }}</tool_call>',
+            [call("f", '{"x": [true, null, "NaN", "-Infinity"] }')],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"arguments": {"s": "a\tb"}, "name": "late"}</tool_call>',
+            [call("late", '{"s": "a\\tb"}')],
+        ),
+        (  # a call without its block, of a tool of the request; the lone end is dropped
+            "qwen3_coder",
+            "Sure.\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
+            [content("Sure."), call("f", '{"x": 1}')],
+        ),
+        (
+            "qwen3_coder",
+            "Write <function=name>\n<parameter=x>.",
+            [content("Write <function=name>\n<parameter=x>.")],
+        ),
+        (  # a closing tag in a value
+            "qwen3_coder",
+            "<tool_call><function=f><parameter=code>\nx </parameter> y\n</parameter>\n</function></tool_call>z",
+            [call("f", '{"code": "x </parameter> y"}'), content("z")],
+        ),
+        (
+            "glm47",
+            "<tool_call>f<arg_key>code</arg_key>\n<arg_value>\nx</arg_value>y\n</arg_value></tool_call>",
+            [call("f", '{"code": "\\nx</arg_value>y\\n"}')],
+        ),
+        (
+            "minimax_m2",
+            '<minimax:tool_call><invoke name="f"><parameter name="code">hello\n</parameter></invoke>'
+            "</minimax:tool_call>",
+            [call("f", '{"code": "hello\\n"}')],
+        ),
+        (
+            "step3",
+            'Hm.<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="weather">\n'
+            '<steptml:parameter name="city">1</steptml:parameter>\n'
+            '<steptml:parameter name="days">3</steptml:parameter>\n'
+            "</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>z",
+            [content("Hm."), call("weather", '{"city": "1", "days": 3}'), content("z")],
+        ),
+        (
+            "cohere",
+            '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"x": 1}},\n'
+            '    {"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>',
+            [call("f", '{"x": 1}'), call("g", "{}")],
+        ),
+        ("granite", '<|tool_call|>[{"name": "f", "arguments": {}}]', [call("f", "{}")]),
+        ("hunyuan", '<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>', [call("f", "{}")]),
+        ("phi4_mini", 'functools[{"name": "f", "arguments": {"x": 1}}]', [call("f", '{"x": 1}')]),
+        ("xlam", '[{"name": "f", "arguments": {}}]', [call("f", "{}")]),
+        ("xlam", '[{"name": "other", "arguments": {}}]', [content('[{"name": "other", "arguments": {}}]')]),
+        (
+            "lfm2",
+            "Hm. <|tool_call_start|>[weather(city='it\\'s \"x\"', days=3), clock()]<|tool_call_end|>z",
+            [
+                content("Hm."),
+                call("weather", '{"city": "it\'s \\"x\\"", "days": 3}'),
+                call("clock", "{}"),
+                content("z"),
+            ],
+        ),
+        (
+            "olmo3",
+            '<function_calls>\nf(code="a\nb", x={"y": [True, None, (1, 2)]})\nclock()\n</function_calls>',
+            [call("f", '{"code": "a\\nb", "x": {"y": [true, null, [1, 2]]}}'), call("clock", "{}")],
+        ),
+        ("pythonic", "[f(x=oops, code='1')]", [call("f", '{"x": "oops", "code": "1"}')]),
+        ("pythonic", "[weather(city=5)]", [call("weather", '{"city": "5"}')]),
+        ("pythonic", "[f(code='cut", [call("f", '{"code": ')]),
+        ("pythonic", "[other(x=1)]", [content("[other(x=1)]")]),
     ],
 )
 def test_items(name: str, text: str, items: list[Item]) -> None:
@@ -298,6 +379,16 @@ FRAGMENTS = {
     ],
     "gemma4": ["<|tool_call>", "<tool_call|>", "call:f{", "x:", '<|"|>', "[", "]", "}", "<think>"],
     "llama3": ["<|python_tag|>", ";", "<think>", "</think>"],
+    "cohere": [
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        "[",
+        "]",
+        '{"tool_call_id": "0", "tool_name": "f", "parameters": {',
+    ],
+    "xlam": ["[", "]", "True", "None", "NaN", "   "],
+    "pythonic": ["[", "]", "weather(", "f(", ")", "x=", "code=", "'", "True", ", "],
+    "olmo3": ["<function_calls>", "</function_calls>", "f(", ")", "x=", "'", '"', "[", "]"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "weather", "[THINK]", "[/THINK]"],
 }
 COMMON = [
@@ -348,6 +439,8 @@ def test_random_text_in_random_pieces(data: st.DataObject) -> None:
         ("openai", "<|channel|>final<|message|>", "some words "),
         ("llama3", '{"name": "f", "parameters": {"x": [', '{"y": 1}, '),
         ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"x": "', "some words "),
+        ("lfm2", "<|tool_call_start|>[f(x='", "some words "),
+        ("lfm2", "<|tool_call_start|>[f(x=[", "1, "),
     ],
 )
 def test_long_text_is_not_read_again(name: str, start: str, body: str) -> None:
@@ -357,6 +450,56 @@ def test_long_text_is_not_read_again(name: str, start: str, body: str) -> None:
     for _ in range(5000):
         parser.push(body)
         assert parser._reader.num_pending < 64
+
+
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+VALUES: list[tuple[Any, str, Any]] = [
+    ({"type": "string"}, "5", "5"),
+    (OPTIONAL, "5", "5"),
+    (OPTIONAL, "10001", "10001"),
+    (OPTIONAL, "null", None),
+    (OPTIONAL, "nullable", "nullable"),
+    ({"type": ["string", "null"]}, "5", "5"),
+    ({"oneOf": [{"type": "string"}]}, "5", "5"),
+    ({"allOf": [{"type": "string"}, {"minLength": 1}]}, "5", "5"),
+    ({"$ref": "#/$defs/text"}, "5", "5"),
+    ({"$ref": "#/$defs/loop"}, "5", 5),
+    ({"$ref": "http://else"}, "5", 5),
+    ({"enum": ["1", "2"]}, "1", "1"),
+    ({"enum": [1, "2"]}, "1", 1),
+    ({"const": "7"}, "7", "7"),
+    ({"type": "boolean"}, "True", True),
+    ({"type": "boolean"}, "false", False),
+    ({"type": "integer"}, "3", 3),
+    ({"type": "object"}, "{'a': True, \"b\": None}", {"a": True, "b": None}),
+    ({"type": "array"}, "[1, 2,]", [1, 2]),
+    ({"type": "array"}, '["a\tb"]', ["a\tb"]),
+    ({"type": "number"}, "NaN", "NaN"),
+    ({"type": "number"}, "-Infinity", "-Infinity"),
+    ({"type": "object"}, '{"a": NaN}', '{"a": NaN}'),
+    ({"type": "object"}, "{1, 2}", "{1, 2}"),
+    ({"type": "object"}, "[" * 5000, "[" * 5000),
+    ({}, "True", "True"),
+    ({}, '{"a": 1}', {"a": 1}),
+    (None, "NaN", "NaN"),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), VALUES, ids=str)
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "glm47", "minimax_m2", "step3", "gemma4"])
+def test_values_have_the_types_of_their_schemas(name: str, schema: Any, text: str, value: Any) -> None:
+    defs = {"text": {"type": "string"}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/loop"}]}}
+    tools = {"f": {"type": "object", "properties": {"x": schema}, "$defs": defs}}
+    layout = TOOL_FORMATS[name].layout
+    if isinstance(layout, XmlCalls):
+        before = (layout.block[0] + layout.function[0] + layout.parameter[0]).replace("{name}", "f")
+        answer = f"{before.replace('{key}', 'x')}{text}{layout.parameter[1]}{layout.function[1]}{layout.block[1]}"
+    elif "{" in text or "[" in text:
+        pytest.skip("containers have a notation of their own")
+    else:
+        answer = f"<|tool_call>call:f{{x:{text}}}<tool_call|>"
+    (item,) = parse(FORMATS[name], answer, tools=tools)
+    assert json.loads(item.text, parse_constant=pytest.fail) == {"x": value}
 
 
 def test_call_ids_are_a_function_of_request_sample_and_call() -> None:

@@ -12,10 +12,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from gateway_svc.text.answer import Item, ItemKind
+from gateway_svc.text.calls.gemma import GemmaCalls
 from gateway_svc.text.chat_output import ChatFormat, parse
 from gateway_svc.text.reasoning import GPT_OSS, THINK
 from gateway_svc.text.tool_formats import TOOL_FORMATS
-from gateway_svc.text.tool_gemma import GemmaCalls
 from gateway_svc.text.tool_grammar import CallRules, tool_grammar
 from grammars.compiler import GrammarCompiler
 from grammars.schemas import GrammarError
@@ -75,6 +75,7 @@ def hermes(name: str, arguments: str) -> str:
 
 
 PARIS = '{"city": "Paris"}'
+CALLS = f'[{{"name": "weather", "arguments": {PARIS}}}, {{"name": "clock", "arguments": {{}}}}]'
 VALID = {
     "hermes": [
         hermes("weather", PARIS),
@@ -132,6 +133,25 @@ VALID = {
         f'{{"name": "weather", "parameters": {PARIS}}}',
         f'{{"name": "weather", "parameters": {PARIS}}}; {{"name": "clock", "parameters": {{}}}}',
     ],
+    "step3": [
+        '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="weather">\n'
+        '<steptml:parameter name="city">Paris</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n'
+        "<｜tool_calls_end｜>",
+    ],
+    "cohere": [
+        f'<|START_ACTION|>[{{"tool_call_id": "0", "tool_name": "weather", "parameters": {PARIS}}}, '
+        '{"tool_call_id": "0", "tool_name": "clock", "parameters": {}}]<|END_ACTION|>',
+    ],
+    "granite": [f"<|tool_call|>{CALLS}"],
+    "hunyuan": [f"<tool_calls>{CALLS}</tool_calls>"],
+    "phi4_mini": [f"functools{CALLS}"],
+    "xlam": [CALLS],
+    "lfm2": [
+        '<|tool_call_start|>[weather(city="Paris")]<|tool_call_end|>',
+        '<|tool_call_start|>[weather(city="Paris", days=3), clock()]<|tool_call_end|>',
+    ],
+    "olmo3": ['<function_calls>go(to={"x": 1}, note="a")\nclock()</function_calls>'],
+    "pythonic": ['[weather(city="Paris", days=3), clock()]', "[clock()]"],
     "mistral": [
         f"[TOOL_CALLS]weather[ARGS]{PARIS}",
         f"[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]clock[ARGS]{{}}",

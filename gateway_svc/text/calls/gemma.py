@@ -12,9 +12,8 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway_svc.text.answer import AnswerReader, ItemKind, Steps
-from gateway_svc.text.call_heads import read_head
-from gateway_svc.text.json_scan import LITERAL
+from gateway_svc.text.answer import AnswerReader, ItemKind, Steps, read_head
+from gateway_svc.text.calls.values import TYPES, Schema, json_of, member, types_of
 
 MAX_WORD = 256  # characters of a key, or of a value that is neither a string nor a container
 MAX_DEPTH = 128
@@ -41,7 +40,7 @@ class GemmaCalls:
                 continue
             reader.skip(head[1])
             reader.begin_call(head[0])
-            if not (yield from _Arguments(reader, self.quote).read()):
+            if not (yield from _Arguments(reader, self.quote, tools.get(head[0], {})).read()):
                 yield from reader.write_until(ItemKind.TOOL_CALL, (self.end,))  # not valid: as it is
             yield from reader.skip_end(self.end)
 
@@ -49,9 +48,11 @@ class GemmaCalls:
 class _Arguments:
     """Reads one object, and writes it as JSON while it arrives."""
 
-    def __init__(self, reader: AnswerReader, quote: str) -> None:
+    def __init__(self, reader: AnswerReader, quote: str, schema: Schema) -> None:
         self._reader = reader
         self._quote = quote
+        self._schema = schema
+        self._types = TYPES  # types of the value that is read
         self._closers: list[str] = []
 
     def read(self) -> Generator[None, None, bool]:
@@ -106,6 +107,7 @@ class _Arguments:
 
     def _read_key(self) -> Generator[None, None, bool]:
         reader = self._reader
+        self._types = TYPES
         if (yield from reader.has(self._quote)):
             if not (yield from self._read_string()):
                 return False
@@ -114,7 +116,10 @@ class _Arguments:
             end = yield from reader.end_of(WORD, 0)
             if not 0 < end <= MAX_WORD or not (yield from reader.has(":", end)):
                 return False
-            reader.write(ItemKind.TOOL_CALL, json.dumps(reader.pending(0, end).strip(), ensure_ascii=False))
+            key = reader.pending(0, end).strip()
+            if len(self._closers) == 1:
+                self._types = types_of(member(self._schema, key), self._schema)
+            reader.write(ItemKind.TOOL_CALL, json.dumps(key, ensure_ascii=False))
             reader.skip(end)
         if not (yield from reader.has(":")):
             return False
@@ -141,7 +146,8 @@ class _Arguments:
         if not word or end > MAX_WORD or end == reader.num_pending:
             return False
         reader.skip(end)
-        reader.write(ItemKind.TOOL_CALL, word if LITERAL.fullmatch(word) else json.dumps(word, ensure_ascii=False))
+        types = self._types if len(self._closers) == 1 else TYPES
+        reader.write(ItemKind.TOOL_CALL, json_of(word, types))
         return True
 
     def _write_escaped(self, text: str) -> None:

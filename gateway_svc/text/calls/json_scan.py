@@ -1,13 +1,23 @@
-"""Reads one JSON object in pieces and finds its end or its first error, in time linear in the text."""
+"""Reads one JSON object in pieces and finds its end or its first error, in time linear in the text.
+
+It mends what models get wrong and what has one meaning: control characters in strings, Python's literals, a comma
+before a closing bracket. NaN and Infinity become strings.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 
 SPACE = re.compile(r"[ \t\r\n]*")
-STRING_BODY = re.compile(r'[^"\\]*')  # control characters are accepted: models write line breaks into strings
+STRING_BODY = re.compile(r'[^"\\\x00-\x1f]*')
 LITERAL_CHARS = re.compile(r"[-+.0-9A-Za-z]*")
+WORD = re.compile(r"-?[A-Za-z]{0,10}")
+WORDS = {"True": "true", "False": "false", "None": "null"} | {
+    name: json.dumps(name) for name in ("NaN", "Infinity", "-Infinity")
+}
+MAX_GAP = 16  # white space after a comma that is held back
 LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 ESCAPES = frozenset('"\\/bfnrtu')
 CLOSERS = {"{": "}", "[": "]"}
@@ -15,15 +25,17 @@ CLOSERS = {"{": "}", "[": "]"}
 
 class JsonScanner:
     """A pushdown automaton for one JSON object. `is_complete`: its last brace was read. `is_invalid`: the character at
-    the position that `scan` returned is not valid there.
+    the position that `scan` returned is not valid there. `edits`: start, end and new text of what the last scan mended.
     """
 
-    __slots__ = ("_expect", "_is_key", "_literal", "_stack", "is_complete", "is_invalid")
+    __slots__ = ("_expect", "_is_held", "_is_key", "_literal", "_stack", "edits", "is_complete", "is_invalid")
 
     def __init__(self) -> None:
         self._stack: list[str] = []  # closing brackets that are still missing
         self._literal = ""
         self._is_key = False
+        self._is_held = False  # the text at the position is read when more follows
+        self.edits: list[tuple[int, int, str]] = []
         self._expect: Callable[[str, int], int] = self._object
         self.is_complete = False
         self.is_invalid = False
@@ -39,9 +51,18 @@ class JsonScanner:
     def scan(self, text: str, start: int) -> int:
         """Read from `start` to the end of the text, of the object, or to an error. Returns the position reached."""
         position, end = start, len(text)
-        while position < end and not (self.is_complete or self.is_invalid):
+        self.edits, self._is_held = [], False
+        while position < end and not (self.is_complete or self.is_invalid or self._is_held):
             position = self._expect(text, position)
         return position
+
+    def mended(self, text: str, start: int, end: int) -> str:
+        """The text that the last scan read from `start` to `end`, as JSON."""
+        pieces: list[str] = []
+        for first, last, new in self.edits:
+            pieces += (text[start:first], new)
+            start = last
+        return "".join([*pieces, text[start:end]])
 
     def _object(self, text: str, position: int) -> int:
         return self._open(text, position) if text[position] == "{" else self._fail(position)
@@ -56,6 +77,20 @@ class JsonScanner:
         if char == '"':
             return self._begin_string(position, is_key=False)
         self._literal, self._expect = "", self._in_literal
+        word = WORD.match(text, position)
+        if word is None or not any(one.startswith(word[0]) for one in WORDS if word[0]):
+            return position
+        if word.end() == len(text):
+            self._expect = self._value
+            return self._hold(position)
+        if word[0] in WORDS:
+            self.edits.append((position, word.end(), WORDS[word[0]]))
+            self._expect = self._after_value
+            return word.end()
+        return position
+
+    def _hold(self, position: int) -> int:
+        self._is_held = True
         return position
 
     def _first_item(self, text: str, position: int) -> int:
@@ -90,6 +125,12 @@ class JsonScanner:
         if position == len(text):
             return position
         if text[position] == ",":
+            after = self._skip_space(text, position + 1)
+            if after == len(text) and after - position <= MAX_GAP:
+                return self._hold(position)
+            if text.startswith(self._stack[-1], after) and after - position <= MAX_GAP:
+                self.edits.append((position, position + 1, ""))
+                return after
             self._expect = self._key if self._stack[-1] == "}" else self._value
             return position + 1
         return self._close(position) if text[position] == self._stack[-1] else self._fail(position)
@@ -100,6 +141,8 @@ class JsonScanner:
             return position
         if text[position] == "\\":
             self._expect = self._escaped
+        elif text[position] != '"':
+            self.edits.append((position, position + 1, json.dumps(text[position])[1:-1]))
         else:
             self._expect = self._colon if self._is_key else self._after_value
         return position + 1
