@@ -29,6 +29,8 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 OnCall = Callable[[str, Context], None]
 Admit = Callable[[str, Context], Awaitable[str]]
 PROBES = "grpc.health.v1.Health/"
+REFLECTION = "grpc.reflection."
+MAX_PROBE_BYTES = 4096  # a message about health or reflection has a name in it
 ANYONE = "anyone"  # the sender where callers are not checked
 
 
@@ -106,7 +108,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         behaviour: Any = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
         deserialize, is_streamed = handler.request_deserializer, handler.request_streaming
         if deserialize is not None:
-            deserialize = decoder(deserialize, method, is_streamed=is_streamed, max_bytes=self._max_bytes.get(method))
+            limit = MAX_PROBE_BYTES if method.startswith((PROBES, REFLECTION)) else self._max_bytes.get(method)
+            deserialize = decoder(deserialize, method, is_streamed=is_streamed, max_bytes=limit)
         if is_streamed and deserialize is not None:
             deserialize = _logging(deserialize, method)
         serializers = {
@@ -119,9 +122,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_unary_rpc_method_handler(self._unary(behaviour, begin, method), **serializers)
 
     async def _admitted(self, requests: Any, context: Any, method: str) -> Any:
-        """The requests of an admitted call."""
-        await self._check_caller(method, context)
-        return requests
+        """The requests of an admitted call. Those of reflection have places, like single ones."""
+        sender = await self._check_caller(method, context)
+        return self._received_each(sender, context) if method.startswith(REFLECTION) else requests
+
+    async def _received_each(self, sender: str, context: Any) -> AsyncIterator[Any]:
+        while (request := await self._intake.receive(sender, context.read)) is not grpc.aio.EOF:
+            yield request
 
     async def _check_caller(self, method: str, context: Any) -> str:
         try:
@@ -132,9 +139,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     async def _received(self, requests: Any, context: Any, method: str) -> Any:
         """The single request of an admitted call."""
         sender = await self._check_caller(method, context)
-        if not method.startswith(PROBES):
+        is_probe = method.startswith(PROBES)
+        if not is_probe:
             self._intake.check_memory()
-        request = await self._intake.receive(sender, context.read)
+        request = await self._intake.receive("" if is_probe else sender, context.read)
         if request is grpc.aio.EOF:
             raise InvalidRequestError(f"the call of {method} has no request; send one message")
         return request

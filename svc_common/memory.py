@@ -26,11 +26,15 @@ STATM = Path("/proc/self/statm")
 DEFAULT_FRACTION = 0.85  # fraction of the container's limit; the rest is for requests that are open
 READ_INTERVAL_S = 0.05
 TRIM_INTERVAL_S = 5.0
+TRIM_BYTES = 256 << 20  # without a limit: growth since the last trim
 MALLOC_OPTIONS = {-1: 256 << 20, -2: 16 << 20, -3: 32 << 20, -8: 2}  # glibc: trim, pad, mmap threshold, arenas
 MAX_RECEIVING = 64  # requests that arrive at the same time; with 16 MiB each they have 1 GiB
 SENDER_FRACTION = 0.25  # fraction of MAX_RECEIVING for one sender
-MAX_OF_STRANGERS = 48  # a stranger holds a window of 64 KiB until it is read
 REQUEST_TIMEOUT_S = 60.0  # from the start of a request to its last byte
+# A probe has some bytes, which arrive with its header. gRPC receives as many as a message may have, so the probes that
+# arrive have few places and little time.
+STRANGER_BYTES = 256 << 20  # sum of the largest messages that strangers may send at the same time
+STRANGER_TIMEOUT_S = 0.5
 CHECK_INTERVAL_S = 1.0
 RETRY_FULL_S = 1.0
 
@@ -83,6 +87,7 @@ class MemoryLimit:
     def __init__(self, max_bytes: int | None) -> None:
         self.max_bytes = max_bytes
         self._used = 0
+        self._trim_above = max_bytes or resident_bytes() + TRIM_BYTES
         self._read_at = self._trimmed_at = -TRIM_INTERVAL_S
 
     @classmethod
@@ -98,13 +103,11 @@ class MemoryLimit:
 
     def exceeded_by(self) -> int | None:
         """The used bytes if they exceed the limit, else None. Cheap: memory is read every 50 ms at most."""
-        if self.max_bytes is None:
-            return None
         now = time.monotonic()
         if now - self._read_at > READ_INTERVAL_S:
             self._used, self._read_at = resident_bytes(), now
             self._trim(now)
-        return self._used if self._used > self.max_bytes else None
+        return self._used if self.max_bytes is not None and self._used > self.max_bytes else None
 
     def check(self) -> None:
         """Raise OverloadedError if the limit is exceeded."""
@@ -117,13 +120,14 @@ class MemoryLimit:
 
     def _trim(self, now: float) -> None:
         """Return free memory to the kernel, which the C library keeps after a peak."""
-        if self.max_bytes is None or self._used <= self.max_bytes or now - self._trimmed_at < TRIM_INTERVAL_S:
+        if self._used <= self._trim_above or now - self._trimmed_at < TRIM_INTERVAL_S:
             return
         self._trimmed_at = now
         if sys.platform == "linux":
             with suppress(OSError, AttributeError):  # another C library
                 ctypes.CDLL(None).malloc_trim(0)
         self._used = resident_bytes()
+        self._trim_above = self.max_bytes or self._used + TRIM_BYTES
 
 
 class Intake:
@@ -139,6 +143,7 @@ class Intake:
         self._max_of_sender = max(1, int(max_receiving * SENDER_FRACTION))
         self._of_sender: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._began: dict[asyncio.Task[Any], float] = {}  # the requests that arrive, oldest first
+        self.max_message_bytes = 16 << 20  # of its port
         self._of_strangers: dict[asyncio.Task[Any], None] = {}
         self._late: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -172,8 +177,9 @@ class Intake:
         except asyncio.CancelledError:
             if task not in self._late or task.uncancel():
                 raise
+            seconds = REQUEST_TIMEOUT_S if sender else STRANGER_TIMEOUT_S
             raise LateRequestError(
-                f"the request did not arrive within {REQUEST_TIMEOUT_S:g} s, or before others needed its place; retry",
+                f"the request did not arrive within {seconds:g} s, or before others needed its place; retry",
                 retry_after_s=RETRY_FULL_S,
             ) from None
         finally:
@@ -190,11 +196,13 @@ class Intake:
     async def _receive_of_stranger(self, task: asyncio.Task[Any], read: Callable[[], Awaitable[T]]) -> T:
         """Strangers do not wait for each other: the oldest request loses its place. Health checks arrive at once."""
         self._of_strangers[task] = None
-        if len(self._of_strangers) > MAX_OF_STRANGERS:
+        if len(self._of_strangers) * self.max_message_bytes > STRANGER_BYTES:
             self._end(next(iter(self._of_strangers)))
+        timer = asyncio.get_running_loop().call_later(STRANGER_TIMEOUT_S, self._end, task)
         try:
             return await read()
         finally:
+            timer.cancel()
             self._of_strangers.pop(task, None)
 
     def _end_late(self) -> None:

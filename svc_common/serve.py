@@ -121,6 +121,8 @@ class GrpcServer:
         admit: Admit | None = None,
         intake: Intake | None = None,
     ) -> None:
+        intake = intake or Intake()
+        intake.max_message_bytes = max_receive_bytes
         errors = ErrorInterceptor(on_call=on_call, max_bytes=max_bytes, admit=admit, intake=intake)
         self.rpc = errors.stats
         options = dict(SERVER_OPTIONS) | (connections or ConnectionLimits()).options() | pings.options()

@@ -10,8 +10,6 @@ from svc_common.errors import UnauthenticatedError
 
 SCHEME = "bearer "
 DOTS_OF_TOKEN = 2  # header.claims.signature
-# Health probes and generic tools need no key; everything else does.
-OPEN_TO_ALL = (PROBES, "grpc.reflection.v1.ServerReflection/", "grpc.reflection.v1alpha.ServerReflection/")
 
 
 class Authenticator:
@@ -32,13 +30,13 @@ class Authenticator:
             await self._tokens.close()
 
     async def admit(self, method: str, context: Context) -> str:
-        """Set `current_caller` of a call over gRPC, whose handler runs in the same task. Returns its credential, or
-        nothing for a method that needs none. Raises QuireError.
+        """Set `current_caller` of a call over gRPC, whose handler runs in the same task. Returns its sender, or
+        nothing for a probe of health, which needs no key. Raises QuireError.
         """
-        if method.startswith(OPEN_TO_ALL):
+        if method.startswith(PROBES):
             return ""
         await self.authenticate(dict(context.invocation_metadata() or ()).get("authorization"))
-        return current_caller.get().credential
+        return current_caller.get().sender
 
     async def authenticate(self, authorization: object) -> None:
         """Set `current_caller` from an Authorization header. Raises QuireError."""

@@ -23,6 +23,11 @@ class Caller:
     owner: str = ""  # owns request ids and records, has limits, is the tenant; empty: callers are not identified
     credential: str = ""
 
+    @property
+    def sender(self) -> str:
+        """Has places of its own while its requests arrive. Tokens of two tenants may have one subject, or none."""
+        return self.credential and f"{self.owner}/{self.credential}"
+
 
 ANONYMOUS = Caller()
 

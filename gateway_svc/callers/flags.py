@@ -17,7 +17,7 @@ ISOLATIONS = ("none", "tenant")
 CALLER_FLAGS = FlagGroup("identity of clients (docs/keys.md)", (
     Flag("--api-keys", path,
         "folder of accepted API keys: a file per owner, a key per line as sha256:HEX or in plaintext, read "
-        "again when a file changes. Health and reflection need no key. The owner is the tenant of its requests, "
+        "again when a file changes. Health checks need no key. The owner is the tenant of its requests, "
         "and only its keys abort or resume them. Unset, without --jwt-issuer: no key is needed, and any client "
         "that knows the id of a request can end it", metavar="DIR",
     ),

@@ -83,7 +83,7 @@ class HttpApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # makes the router raise for an unknown path instead of answering with plain text
         headers = Headers(scope=scope)
-        answer = _Sender(send, headers.get(REQUEST_ID_HEADER, ""))
+        answer = _Sender(send, headers)
         scope["request_id"] = answer.request_id
         http_request_id.set(answer.request_id)
         if self._is_traced:
@@ -130,9 +130,9 @@ class HttpApp:
             await authenticator.authenticate(headers.get("authorization") or (key and f"Bearer {key}"))
         self._intake.check_memory()
         body = b""
-        if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
-            sender = current_caller.get().credential or ANYONE
-            body = await self._intake.receive(sender, partial(_read_body, receive))
+        if answer.has_unread_body:
+            body = await self._intake.receive(current_caller.get().sender or ANYONE, partial(_read_body, receive))
+            answer.has_unread_body = False
         await _until_hang_up(self._router(scope, _replay(body), answer), receive)
 
     async def _answer_unrouted(self, scope: Scope, error: HTTPException, answer: _Sender) -> None:
@@ -160,9 +160,11 @@ class HttpApp:
 
 
 class _Sender:
-    """Sends an answer with the request id as a header."""
+    """Sends an answer with the request id as a header. Closes the connection if the request's body was not read."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, headers: Headers) -> None:
+        request_id = headers.get(REQUEST_ID_HEADER, "")
+        self.has_unread_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         self.request_id = request_id if REQUEST_ID.fullmatch(request_id) else f"req-{secrets.token_hex(12)}"
         self._send = send
         self._header = (REQUEST_ID_HEADER.encode(), self.request_id.encode())
@@ -176,7 +178,8 @@ class _Sender:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), self._header]
+            closing = [(b"connection", b"close")] if self.has_unread_body else []
+            message["headers"] = [*message.get("headers", ()), self._header, *closing]
         await self._send(message)
         if message["type"] == "http.response.body":
             self.is_complete = not message.get("more_body", False)

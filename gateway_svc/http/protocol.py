@@ -3,14 +3,17 @@
     accepted --header--> request --answer--> idle --header--> request ...
              HEADER_TIMEOUT_S               keep-alive timeout, then HEADER_TIMEOUT_S from the first byte
 
-If a client stops reading an answer, its connection is closed after STALL_TIMEOUT_S.
+If a client stops reading an answer, its connection is closed after STALL_TIMEOUT_S. h11 takes microseconds for each
+line of a header and each chunk of a body, so their numbers have limits. After an answer to a request whose body was not
+read, the rest is discarded and not parsed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
-from typing import Any
+from typing import Any, NoReturn
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -21,8 +24,64 @@ from svc_common.errors import InvalidRequestError, QuireError, UnavailableError
 
 HEADER_TIMEOUT_S = 20.0  # from the first byte of a request, or from the connection, to the end of its header
 STALL_TIMEOUT_S = 300.0  # for a client that reads nothing of its answer
+# A client may send its whole body before it reads the answer, and loses the answer if the socket is closed before.
+LINGER_S = 5.0
+MAX_HEADER_LINES = 256
+MAX_SMALL_CHUNKS = 1000  # more chunks of a body need MIN_CHUNK_BYTES on average
+MIN_CHUNK_BYTES = 64
+HEADER_END = re.compile(rb"\n\r?\n")
 # The kernel probes an idle peer after 60 s, and closes the connection after 4 unanswered probes (100 s).
 KEEPALIVE_OPTIONS = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4))
+
+
+class _Connection(h11.Connection):
+    """Refuses a header of many lines, a body of many small chunks, and a body with two lengths."""
+
+    _num_chunks = _num_bytes = 0
+    refusal = ""
+
+    def next_event(self) -> Any:
+        """h11's next event. Raises RemoteProtocolError."""
+        if self.their_state is h11.IDLE:
+            header = HEADER_END.split(self.trailing_data[0], 1)[0]
+            if header.count(b"\n") > MAX_HEADER_LINES:
+                self._refuse(f"the header has more than {MAX_HEADER_LINES} lines")
+        event = super().next_event()
+        if type(event) is h11.Data:
+            self._count(event)
+        elif type(event) is h11.Request:
+            self._num_chunks = self._num_bytes = 0
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                self._refuse("the header has content-length and transfer-encoding; send one of them")
+        return event
+
+    def _count(self, data: h11.Data) -> None:
+        self._num_chunks += data.chunk_start
+        self._num_bytes += len(data.data)
+        if self._num_chunks > MAX_SMALL_CHUNKS and self._num_bytes < MIN_CHUNK_BYTES * self._num_chunks:
+            self._refuse(f"the chunks of the body have less than {MIN_CHUNK_BYTES} bytes on average; send larger ones")
+
+    def _refuse(self, words: str) -> NoReturn:
+        self.refusal = words
+        raise h11.RemoteProtocolError(words)
+
+
+class _Lingering:
+    """A transport that discards what the client still sends for a moment before it closes."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: HttpProtocol) -> None:
+        self._transport, self._protocol = transport, protocol
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        if self._transport.is_closing() or self._protocol.conn.their_state is not h11.SEND_BODY:
+            self._transport.close()
+        elif not self._protocol.is_discarding:
+            self._protocol.is_discarding = True
+            self._protocol.flow.resume_reading()
+            self._protocol.loop.call_later(LINGER_S, self._transport.close)
 
 
 class HttpProtocol(H11Protocol):
@@ -31,6 +90,11 @@ class HttpProtocol(H11Protocol):
     max_connections = 0  # set by `limited`
     _header_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
+    is_discarding = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn: _Connection = _Connection(h11.SERVER, self.config.h11_max_incomplete_event_size)
 
     @classmethod
     def limited(cls, max_connections: int) -> type[HttpProtocol]:
@@ -38,7 +102,7 @@ class HttpProtocol(H11Protocol):
         return type("LimitedHttpProtocol", (cls,), {"max_connections": max_connections})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(_Lingering(transport, self))  # type: ignore[arg-type]
         _detect_dead_peer(transport)
         if len(self.connections) > self.max_connections:
             self._refuse(
@@ -56,11 +120,15 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self.is_discarding or self.transport.is_closing():
             return
         if self._header_timer is None and self.conn.their_state is h11.IDLE:
             self._start_header_timer()
         super().data_received(data)
+
+    def eof_received(self) -> None:
+        if self.is_discarding:
+            self.transport.abort()
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -72,7 +140,8 @@ class HttpProtocol(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:  # the body of the current request is malformed
             self.cycle.disconnected = True  # its handler gets a disconnect and its answer is discarded
             self.cycle.message_event.set()
-        self._refuse(InvalidRequestError(f"{msg.rstrip('.')}: the bytes are not HTTP/1.1, or the header is too large"))
+        words = self.conn.refusal or f"{msg.rstrip('.')}: the bytes are not HTTP/1.1, or the header is too large"
+        self._refuse(InvalidRequestError(words))
 
     def pause_writing(self) -> None:
         super().pause_writing()

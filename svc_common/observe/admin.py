@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from svc_common.calls import ErrorInterceptor
+from svc_common.calls import MAX_PROBE_BYTES, ErrorInterceptor
 from svc_common.config import OFF
 from svc_common.connections import ConnectionLimits
 from svc_common.errors import NotFoundError, UnimplementedError
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 16_384
-MAX_PROBE_BYTES = 4096
 MAX_PAGES_PER_S = 20  # limit for pages of metrics
 STATUS_TEXT = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 PLAIN = "text/plain; charset=utf-8"

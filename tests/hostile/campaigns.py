@@ -20,7 +20,6 @@ from google.protobuf.descriptor import Descriptor, MethodDescriptor
 
 from tests.hostile.examples import (
     HEALTH,
-    REFLECTION,
     calls_of,
     methods_of,
     path_of,
@@ -33,7 +32,7 @@ from tests.hostile.watch import headers
 AT_ONCE = 48
 # An internal error is a fault of the server. UNKNOWN is an exception that no interceptor has converted.
 FAULTS = ("INTERNAL", "UNKNOWN", "DATA_LOSS", "500")
-OPEN_SERVICES = {HEALTH.full_name, REFLECTION.full_name}
+OPEN_SERVICES = {HEALTH.full_name}
 REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "401", "403")
 NEVER_ENDS = ("Watch",)  # cancelled after the first message
 CALL_S = 4.0

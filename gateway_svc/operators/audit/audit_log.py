@@ -8,10 +8,10 @@ from typing import Any
 
 import grpc
 
-from gateway_svc.callers.authenticator import OPEN_TO_ALL
 from gateway_svc.callers.caller import current_caller
 from gateway_svc.operators.audit.entry import CANCELLED, OK, Entry, current_entry
 from gateway_svc.operators.audit.line_writer import LineWriter
+from svc_common.calls import PROBES
 from svc_common.config import SettingError
 
 CLOSE_TIMEOUT_S = 5.0
@@ -43,8 +43,8 @@ class AuditLog:
         return entry
 
     def on_call(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Begin the entry of a call over gRPC, which ends with the call. Probes and reflection have no line."""
-        if not method.startswith(OPEN_TO_ALL):
+        """Begin the entry of a call over gRPC, which ends with the call. Probes have no line."""
+        if not method.startswith(PROBES):
             entry = self.begin(method, urllib.parse.unquote(context.peer().partition(":")[2]))
             context.add_done_callback(partial(_end_call, entry))  # type: ignore[arg-type]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import gzip
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,12 +14,14 @@ import pytest
 
 from svc_common import memory
 from svc_common.calls import PROBES
+from svc_common.calls import REFLECTION as REFLECTION_METHODS
 from svc_common.errors import LateRequestError, UnauthenticatedError
-from svc_common.memory import MAX_OF_STRANGERS, Intake
+from svc_common.memory import STRANGER_BYTES, Intake
 from svc_common.serve import GrpcServer
 from tests.hostile.http2 import Http2, frame_message
 
 MESSAGE_BYTES = 4 << 20
+REFLECTION = f"/{REFLECTION_METHODS}"
 UNFINISHED = frame_message(bytes(MESSAGE_BYTES - 10), length=MESSAGE_BYTES)
 
 
@@ -57,13 +61,23 @@ async def test_a_sender_and_all_senders_together_have_places() -> None:
 
 
 async def test_strangers_do_not_wait_and_the_oldest_loses_its_place() -> None:
-    reading = Reading(Intake())
-    tasks = reading.start("", MAX_OF_STRANGERS + 2)
+    intake = Intake()
+    intake.max_message_bytes = STRANGER_BYTES // 8
+    reading = Reading(intake)
+    tasks = reading.start("", 10)
     await settle()
-    assert reading.num_read[""] == MAX_OF_STRANGERS + 2
+    assert reading.num_read[""] == 10
     reading.may_end.set()
     ends = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [isinstance(end, LateRequestError) for end in ends] == [True, True] + [False] * MAX_OF_STRANGERS
+    assert [isinstance(end, LateRequestError) for end in ends] == [True, True] + [False] * 8
+
+
+async def test_a_stranger_has_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "STRANGER_TIMEOUT_S", 0.01)
+    reading = Reading(Intake())
+    (late,) = reading.start("", 1)
+    with pytest.raises(LateRequestError, match=r"within 0\.01 s"):
+        await late
 
 
 async def test_a_late_request_ends_and_a_cancelled_one_stays_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +89,32 @@ async def test_a_late_request_ends_and_a_cancelled_one_stays_cancelled(monkeypat
     cancelled.cancel()
     ends = await asyncio.gather(late, waiting, cancelled, return_exceptions=True)
     assert [type(end) for end in ends] == [LateRequestError, LateRequestError, asyncio.CancelledError]
+
+
+async def test_bombs_of_reflection_are_freed_without_a_garbage_collection() -> None:
+    """60 messages of 16 KiB that decompress to 16 MiB took 2 GB until the next garbage collection."""
+    server = GrpcServer(
+        listen="127.0.0.1:0", service_names=["a.B"], max_receive_bytes=16 << 20, accepts_compression=True
+    )
+    address = await server.start()
+    bomb = frame_message(gzip.compress(b"\x1a\x80\x80\x80\x04" + bytes(1 << 23)), flag=1)
+    gc.collect()
+    gc.disable()
+    try:
+        async with await Http2.open(address) as connection:
+            await _bomb(connection, bomb)
+            before = memory.resident_bytes()
+            for _ in range(40):
+                assert (await _bomb(connection, bomb)).code == "INVALID_ARGUMENT"
+            assert memory.resident_bytes() - before < 100 << 20
+    finally:
+        gc.enable()
+        await server.grpc.stop(None)
+
+
+async def _bomb(connection: Http2, bomb: bytes) -> Any:
+    path = f"{REFLECTION}v1.ServerReflection/ServerReflectionInfo"
+    return await connection.call(path, bomb, (("grpc-encoding", "gzip"),))
 
 
 # -- over HTTP/2 -------------------------------------------------------------------------------------------------------
@@ -121,7 +161,9 @@ async def held_bytes(connection: Http2, path: str, count: int, metadata: tuple[t
     [
         ("/a.B/Echo", (), 0),
         ("/a.B/Echo", (("authorization", "key"),), 16),
-        ("/grpc.health.v1.Health/Check", (), MAX_OF_STRANGERS),
+        (f"{REFLECTION}v1alpha.ServerReflection/ServerReflectionInfo", (), 0),
+        (f"{REFLECTION}v1.ServerReflection/ServerReflectionInfo", (("authorization", "key"),), 16),
+        (f"/{PROBES}Check", (), 2),
     ],
 )
 async def test_messages_that_never_end(

@@ -7,10 +7,13 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import aiohttp
 import pytest
 
+from gateway_svc.callers.api_keys import ApiKeys
+from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.http import protocol
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, until
 from tests.unit.gateway.test_http import COMPLETIONS, HttpGateway, ids_of
@@ -201,3 +204,64 @@ async def test_a_client_that_resets_its_connection(http: HttpGateway, scheduler:
     with pytest.raises((aiohttp.ClientError, asyncio.TimeoutError)):
         await http.post(COMPLETIONS, {"prompt": "a"}, timeout=aiohttp.ClientTimeout(total=0.3))
     await until(lambda: len(scheduler.cancels) == 1)
+
+
+POST = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\n".encode()
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"GET /version HTTP/1.1\r\nhost: a\r\n" + b"a:b\n" * 10_000 + b"\r\n", "more than 256 lines"),
+        (CHUNKED + b"1\r\n \r\n" * 40_000 + b"0\r\n\r\n", "less than 64 bytes on average"),
+        (POST + b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", "content-length and"),
+    ],
+)
+async def test_what_costs_much_per_byte_is_refused(http: HttpGateway, data: bytes, words: str) -> None:
+    num_events = 0
+
+    def count(connection: protocol._Connection) -> object:
+        nonlocal num_events
+        num_events += 1
+        return next_event(connection)
+
+    next_event = protocol._Connection.next_event
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(protocol._Connection, "next_event", count)
+        async with Peer.of(http) as peer:
+            peer.writer.write(data)
+            status, body = await peer.answer()
+            assert (status, words in json.loads(body)["error"]["message"]) == (400, True), body
+            await peer.wait_closed()
+    assert num_events < 1100
+
+
+async def test_chunks_of_a_usual_size_are_a_body(http: HttpGateway, scheduler: FakeScheduler) -> None:
+    scheduler.play(ids_of("hi"))
+    body = json.dumps({"prompt": "a", "user": "u" * 100_000}).encode()
+    parts = [body[at : at + 70] for at in range(0, len(body), 70)]
+    async with Peer.of(http) as peer:
+        peer.writer.write(CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n")
+        assert (await peer.answer())[0] == 200
+
+
+@pytest.mark.parametrize("length", [b"transfer-encoding: chunked\r\n\r\n", b"content-length: 999999999\r\n\r\n"])
+async def test_the_body_of_a_refused_request_is_discarded_and_the_connection_closed(
+    gateway: TestGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: bytes
+) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 10 * SHORT_S)
+    (tmp_path / "me").write_text("secret")
+    async with HttpGateway(gateway, Authenticator(ApiKeys(tmp_path))) as http, Peer.of(http) as peer:
+        peer.writer.write(POST + length + b"1\r\na\r\n")
+        head = (await peer.reader.readuntil(b"\r\n\r\n")).lower()
+        assert b" 401 " in head and b"connection: close" in head  # noqa: PT018
+        (connection,) = http.server._server.server_state.connections
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(protocol._Connection, "receive_data", None)  # the rest is not parsed
+            for _ in range(50):
+                peer.writer.write(b"1\r\na\r\n" * 10_000)
+                await peer.writer.drain()
+        assert connection in http.server._server.server_state.connections
+        assert b"authentication_error" in await peer.reader.read()
+    await until(lambda: not http.server._server.server_state.connections)
