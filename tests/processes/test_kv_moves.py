@@ -106,6 +106,35 @@ async def test_a_prefix_that_the_pool_evicted_is_read_from_memory_or_below(
     assert float(hits[1]) > 0, metrics
 
 
+NUM_SLEEPS = 6
+
+
+@pytest.mark.parametrize("source", ["disk", "prefill worker"])
+async def test_pools_that_sleep_while_blocks_arrive_hold_none_of_them_later(tmp_path: Path, source: str) -> None:
+    """What arrives would be memory of zeros, and the next requests would start from it."""
+    prompts = [[number, *PROMPT[1:]] for number in range(4)]
+    with Stack(tmp_path) as stack:
+        scheduler, model = stack.start_scheduler(), make_checkpoint(tmp_path / "model")
+        flags = (*FLAGS, "--num-blocks", "192", "--weights-dir", str(tmp_path))
+        roles = [("--role", role, "--kv-transfer") for role in ("prefill", "decode")]
+        for own in roles if source != "disk" else [("--kv-disk", str(tmp_path / "tier"))]:
+            stack.start_worker(scheduler, model, *flags, *own)
+        gateway = stack.start_gateway(scheduler)
+        async with await stack.connect(gateway, workers=1 if source == "disk" else 2) as client:
+            expected = [(await answer(client, prompt))[0] for prompt in prompts]
+            if source == "disk":
+                wait_for_records(tmp_path / "tier", len(prompts) * (NUM_BLOCKS - 1))
+            await client.sleep_workers("kv_cache")
+            await client.wake_workers("kv_cache")
+            for _ in range(NUM_SLEEPS):
+                asked = [asyncio.create_task(answer(client, prompt)) for prompt in prompts]
+                await stack.until(client, lambda schedulers: schedulers[0].num_running + schedulers[0].num_waiting)
+                await client.sleep_workers("kv_cache")
+                await client.wake_workers("kv_cache")
+                assert [tokens for tokens, _ in await asyncio.gather(*asked)] == expected
+            await wait_idle(stack, client)
+
+
 async def test_streams_of_a_drained_worker_take_their_blocks_along(tmp_path: Path) -> None:
     """Each simulated worker checks every block that a step reads."""
     sim = ("--executor", "sim", "--sim-step-ms", "15", "--block-size", "16", "--num-blocks", "256", "--kv-transfer")
