@@ -204,8 +204,6 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path, rewrite_confi
         ({"rope_interleave": 2}, "rope_interleave: config.json must hold true or false"),
         ({"q_lora_rank": None, "attention_bias": True}, "attention_bias: true is not supported without q_lora_rank"),
         ({"kv_lora_rank": 0}, "kv_lora_rank"),
-        ({"topk_method": "hash"}, "topk_method: 'hash'"),
-        ({"scoring_func": "softmax"}, "scoring_func: only 'sigmoid'"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_field(tmp_path, fields, message):
