@@ -5,12 +5,13 @@ an interceptor turns into a gRPC status.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import session_pb2 as spb
+from quire.v1 import types_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 from quire.v1.session_pb2_grpc import SessionServiceServicer
 
@@ -157,6 +158,7 @@ class InferenceServicer(InferenceServiceServicer):
         """The current state of every scheduler. A scheduler that does not answer is reported as not connected."""
         asked = asyncio.gather(*(client.get_status() for client in self._directory.clients))
         schedulers, pinned = await asyncio.gather(asked, self.generation.sessions.num_pinned())
+        _drop_moved_workers(schedulers)
         most = sorted((pinned or {}).items(), key=lambda pair: (-pair[1], pair[0]))[:MAX_SHOWN_OWNERS]
         return pb.GetStatusResponse(
             schedulers=schedulers,
@@ -164,6 +166,16 @@ class InferenceServicer(InferenceServiceServicer):
             pinned_sessions=None if pinned is None else sum(pinned.values()),
             pins_by_owner=[pb.OwnerPins(owner=owner, num_sessions=num_sessions) for owner, num_sessions in most],
         )
+
+
+def _drop_moved_workers(schedulers: Sequence[pb.SchedulerStatus]) -> None:
+    """Remove the workers that a scheduler has lost and another one serves."""
+    lost = types_pb2.WORKER_STATE_LOST
+    served = {worker.worker_id for status in schedulers for worker in status.workers if worker.state != lost}
+    for status in schedulers:
+        kept = [worker for worker in status.workers if worker.state != lost or worker.worker_id not in served]
+        del status.workers[:]
+        status.workers.extend(kept)
 
 
 class SessionServicer(SessionServiceServicer):

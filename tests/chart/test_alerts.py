@@ -44,6 +44,7 @@ quire_requests_total{finished_reason="length",model_name="m",service="r-quire-ga
 quire_redis_up{service="r-quire-gateway-headless"} 1
 quire_migrations_total{model_name="m",reason="drain"} 4
 quire_migrations_total{model_name="m",reason="lost"} 4
+quire_worker_kv_tier_errors_total{service="r-quire-worker-m",tier="disk"} 0
 quire_audit_lost_lines_total{service="r-quire-gateway-headless"} 2
 quire_certificate_remaining_fraction{link="internal",service="r-quire-scheduler-m"} 0.34
 quire_time_to_first_token_seconds_bucket{le="5.0",model_name="m"} 99
@@ -73,6 +74,7 @@ BAD = [
     ("QuirePoolsFull", 'quire_kv_blocks{model_name="m",state="free",worker_id="large"} 50', "40"),
     ("QuireWorkersLost", 'quire_migrations_total{model_name="m",reason="lost"} 4', "5"),
     ("QuireRedisDown", 'quire_redis_up{service="r-quire-gateway-headless"} 1', "0"),
+    ("QuireKvTierFails", 'quire_worker_kv_tier_errors_total{service="r-quire-worker-m",tier="disk"} 0', "1"),
     ("QuireAuditLinesLost", 'quire_audit_lost_lines_total{service="r-quire-gateway-headless"} 2', "3"),
     (
         "QuireCertificateExpires",

@@ -387,6 +387,18 @@ async def test_a_drain_is_sent_to_the_scheduler_of_the_worker(both: TestGateway,
     assert (pair[0].released, [(r.worker_id, r.timeout_s) for r in pair[1].released]) == ([], [("w1", 7.5)])
 
 
+async def test_a_worker_that_moved_to_another_scheduler_is_not_shown_as_lost(
+    both: TestGateway, pair: list[FakeScheduler]
+) -> None:
+    pair[0].workers = [
+        pb.WorkerInfo(worker_id="moved", state=types.WORKER_STATE_LOST),
+        pb.WorkerInfo(worker_id="gone", state=types.WORKER_STATE_LOST),
+    ]
+    pair[1].workers = [pb.WorkerInfo(worker_id="moved", state=types.WORKER_STATE_READY)]
+    response = await both.stub.GetStatus(pb.GetStatusRequest())
+    assert [[worker.worker_id for worker in status.workers] for status in response.schedulers] == [["gone"], ["moved"]]
+
+
 @pytest.mark.parametrize(
     ("request_", "code", "words"),
     [

@@ -102,6 +102,13 @@
   labels: {severity: warning}
   annotations:
     summary: '{{ "{{ $labels.service }}" }} cannot reach Redis'
+- alert: QuireKvTierFails
+  expr: >-
+    sum by (tier) (rate(quire_worker_kv_tier_errors_total{ {{- $here -}} }[5m])) > 0
+  for: 5m
+  labels: {severity: warning}
+  annotations:
+    summary: 'Workers cannot write KV blocks to the tier {{ "{{ $labels.tier }}" }}'
 - alert: QuireAuditLinesLost
   expr: >-
     sum(rate(quire_audit_lost_lines_total{ {{- $here -}} }[5m])) > 0

@@ -17,7 +17,7 @@ const series = Object.fromEntries(["rate", "ttft", "high", "running", "waiting"]
 const lanes = new Lanes();
 const pools = new PoolBoard(field("pools"));
 const playground = new Playground();
-const fleet = new Fleet(() => lanes.forget());
+const fleet = new Fleet();
 let models = "";
 
 function total(schedulers, name) {
@@ -96,7 +96,7 @@ function show(state) {
   showNumbers(state);
   drawCharts();
   fleet.update(state.time, state.schedulers);
-  pools.update(state.schedulers);
+  pools.update(state.schedulers, fleet.live().length);
   lanes.update(state.schedulers);
   const away = state.schedulers.filter((scheduler) => !scheduler.connected).length;
   field("connection").className = away ? "" : "live";

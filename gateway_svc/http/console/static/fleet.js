@@ -4,6 +4,7 @@ import { make } from "./draw.js";
 
 const MAX_POOLS = 4; // drawn without a choice; with more workers, the page asks for the pools of the chosen ones
 const MAX_CHOSEN = 8;
+const KEEP_ROWS = 4;
 const MAX_EVENTS = 60;
 const JOIN_S = 10; // equal events within this time are one
 const RATE_S = 2;
@@ -16,7 +17,7 @@ const COLUMNS = [
   { title: "Scheduler", value: (worker) => worker.address },
   { title: "Model", value: (worker) => worker.model },
   { title: "State", value: (worker) => worker.state, text: describeState },
-  { title: "Rows", value: (worker) => worker.rows, text: (worker) => `${worker.rows} of ${worker.maxRows}` },
+  { title: "Rows", value: (worker) => worker.rows, text: (worker) => (worker.maxRows ? `${worker.rows} of ${worker.maxRows}` : "–") },
   { title: "Blocks used", value: (worker) => worker.used / worker.blocks || 0, text: () => "" },
   { title: "Steps/s", value: (worker) => worker.rate, text: (worker) => worker.rate.toFixed(1) },
 ];
@@ -64,25 +65,31 @@ class Worker {
   }
 }
 
-// `onChoice` is called when other pools are wanted.
 export class Fleet {
-  constructor(onChoice) {
-    this.onChoice = onChoice;
+  constructor() {
     this.workers = new Map();
     this.schedulers = new Map();
     this.rows = new Map();
     this.chosen = new Set();
+    this.drawn = new Set();
     this.events = [];
     this.order = { column: 0, isDown: false };
     this.showHead();
     field("filter").addEventListener("input", () => this.show());
   }
 
-  // The workers whose pools the page needs. Empty: there are few, so all of them.
+  // The workers whose pools the page needs: the chosen ones, or the busiest. Empty: there are few, so all of them. A pool
+  // that is drawn stays until another one is clearly busier.
   wanted() {
     if (this.chosen.size) return [...this.chosen];
-    const live = [...this.workers.values()].filter((worker) => worker.state !== "lost").map((worker) => worker.id);
-    return live.length > MAX_POOLS ? live.sort().slice(0, MAX_POOLS) : [];
+    const rowsOf = (worker) => worker.rows + (this.drawn.has(worker.id) ? KEEP_ROWS : 0);
+    const live = this.live().sort((a, b) => rowsOf(b) - rowsOf(a) || a.id.localeCompare(b.id));
+    this.drawn = new Set(live.slice(0, MAX_POOLS).map((worker) => worker.id));
+    return live.length > MAX_POOLS ? [...this.drawn] : [];
+  }
+
+  live() {
+    return [...this.workers.values()].filter((worker) => worker.state !== "lost");
   }
 
   update(time, schedulers) {
@@ -252,6 +259,5 @@ export class Fleet {
     if (!this.chosen.delete(id)) this.chosen.add(id);
     if (this.chosen.size > MAX_CHOSEN) this.chosen.delete(this.chosen.values().next().value);
     this.show();
-    this.onChoice();
   }
 }

@@ -213,7 +213,8 @@ export class PoolBoard {
     });
   }
 
-  update(schedulers) {
+  // `numWorkers`: all workers that have a pool, drawn or not.
+  update(schedulers, numWorkers) {
     const left = new Set(this.views.keys());
     for (const scheduler of schedulers) {
       for (const pool of scheduler.pools) {
@@ -225,6 +226,8 @@ export class PoolBoard {
       }
     }
     for (const key of left) this.views.delete(key);
+    const isPart = this.views.size < numWorkers;
+    document.getElementById("count-pools").textContent = isPart ? `${this.views.size} of ${numWorkers} workers` : "";
     const wanted = [...this.views].sort(([one], [other]) => one.localeCompare(other)).map(([, view]) => view.element);
     if (wanted.length !== this.container.children.length || wanted.some((one, i) => one !== this.container.children[i])) {
       this.container.replaceChildren(...wanted);

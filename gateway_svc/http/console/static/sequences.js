@@ -1,4 +1,5 @@
-// Sequences as they move from WAITING to RUNNING to FINISHED. A sequence that is in no snapshot any more has finished.
+// Sequences as they move from WAITING to RUNNING to FINISHED. The rows of workers that are not drawn are not known: a sequence
+// has finished when it has left the rows of a drawn worker, or is gone while all workers are drawn.
 
 import { fillOf, make, shortId } from "./draw.js";
 
@@ -16,10 +17,14 @@ export class Lanes {
   // `schedulers`: as in the state. A scheduler that does not answer keeps its sequences.
   update(schedulers) {
     const waiting = schedulers.flatMap((scheduler) => scheduler.waiting);
-    const running = schedulers.flatMap((scheduler) => scheduler.pools.flatMap((pool) => pool.rows));
+    const poolsOf = (scheduler) => scheduler.pools.map((pool) => [`${scheduler.address}/${pool.worker_id}`, pool]);
+    const pools = new Map(schedulers.flatMap(poolsOf));
+    const running = [...pools].flatMap(([at, pool]) => pool.rows.map((row) => ({ ...row, at })));
     const open = new Map([...waiting, ...running].map((sequence) => [keyOf(sequence), sequence]));
+    const isWhole = running.length >= sum(schedulers, "num_running");
     if (schedulers.every((scheduler) => scheduler.connected)) {
-      for (const [key, sequence] of this.open) if (!open.has(key)) this.finish(key, sequence);
+      const hasEnded = ([key, sequence]) => !open.has(key) && (isWhole || pools.has(sequence.at));
+      for (const [key, sequence] of [...this.open].filter(hasEnded)) this.finish(key, sequence);
       this.open = open;
     }
     for (const key of open.keys()) this.finished.delete(key);
@@ -28,18 +33,14 @@ export class Lanes {
     this.show("finished", [...this.finished.values()].reverse(), sum(schedulers, "finished"));
   }
 
-  // Other workers are shown from now on: sequences that are gone have not finished.
-  forget() {
-    this.open = new Map();
-  }
-
   finish(key, sequence) {
     this.finished.set(key, sequence);
     if (this.finished.size > MAX_FINISHED) this.finished.delete(this.finished.keys().next().value);
   }
 
   show(name, sequences, count) {
-    document.getElementById(`count-${name}`).textContent = count;
+    const isPart = name !== "finished" && sequences.length < count;
+    document.getElementById(`count-${name}`).textContent = isPart ? `${count}, ${sequences.length} shown` : count;
     const lane = document.getElementById(`lane-${name}`);
     const wanted = sequences.slice(0, MAX_SHOWN).map((sequence) => this.elementOf(name, sequence));
     if (lane.children.length !== wanted.length || wanted.some((element, i) => lane.children[i] !== element)) {
