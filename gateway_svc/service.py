@@ -69,7 +69,7 @@ class GatewayProcess:
         self._gateway_id = gateway_id
         self._changed = asyncio.Event()
         self._state = SharedState(args)
-        self._ports = Ports(args, gateway_id)
+        self._ports = Ports(args, gateway_id, self._state.limits)
         self._tracer = make_tracer(args, "gateway", gateway_id)
         self._schedulers = Schedulers(args, gateway_id, self._changed.set)
         self._templates = TemplateRenderer()

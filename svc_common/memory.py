@@ -34,7 +34,7 @@ REQUEST_TIMEOUT_S = 60.0  # from the start of a request to its last byte
 # A probe has some bytes, which arrive with its header. gRPC receives as many as a message may have, so the probes that
 # arrive have few places and little time.
 STRANGER_BYTES = 256 << 20  # sum of the largest messages that strangers may send at the same time
-STRANGER_TIMEOUT_S = 0.5
+STRANGER_TIMEOUT_S = 2.0
 CHECK_INTERVAL_S = 1.0
 RETRY_FULL_S = 1.0
 

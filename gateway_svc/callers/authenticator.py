@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.caller import Caller, current_caller
 from gateway_svc.callers.tokens import JsonWebTokens
 from svc_common.calls import PROBES, Context
 from svc_common.errors import UnauthenticatedError
 
+Begin = Callable[[str], Awaitable[None]]
 SCHEME = "bearer "
 DOTS_OF_TOKEN = 2  # header.claims.signature
 
@@ -15,7 +18,9 @@ DOTS_OF_TOKEN = 2  # header.claims.signature
 class Authenticator:
     """Accepts API keys, JSON web tokens, or both."""
 
-    def __init__(self, keys: ApiKeys | None, tokens: JsonWebTokens | None = None) -> None:
+    def __init__(self, keys: ApiKeys | None, tokens: JsonWebTokens | None = None, begin: Begin | None = None) -> None:
+        """`begin` is called with the owner of each call, before its request is received, and may raise QuireError."""
+        self._begin = begin
         self._keys = keys
         self._tokens = tokens
         kinds = ["an API key"] * (keys is not None) + ["a token (JWT)"] * (tokens is not None)
@@ -42,7 +47,10 @@ class Authenticator:
         """Set `current_caller` from an Authorization header. Raises QuireError."""
         if not isinstance(authorization, str) or authorization[: len(SCHEME)].lower() != SCHEME:
             raise UnauthenticatedError(self._needed)
-        current_caller.set(await self._caller_of(authorization[len(SCHEME) :].strip()))
+        caller = await self._caller_of(authorization[len(SCHEME) :].strip())
+        current_caller.set(caller)
+        if self._begin is not None:
+            await self._begin(caller.owner)
 
     async def _caller_of(self, credential: str) -> Caller:
         caller = None if self._keys is None else self._keys.find(credential)

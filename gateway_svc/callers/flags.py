@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gateway_svc.callers.api_keys import ApiKeys
-from gateway_svc.callers.authenticator import Authenticator
+from gateway_svc.callers.authenticator import Authenticator, Begin
 from gateway_svc.callers.caller import CallersError
 from gateway_svc.callers.jwks import Jwks
 from gateway_svc.callers.tokens import Expected, JsonWebTokens, check_installed
@@ -63,11 +63,11 @@ def identifies_callers(args: argparse.Namespace) -> bool:
     return args.api_keys is not None or args.jwt_issuer is not None
 
 
-def make_authenticator(args: argparse.Namespace) -> Authenticator | None:
+def make_authenticator(args: argparse.Namespace, begin: Begin | None = None) -> Authenticator | None:
     """The check of credentials; None: all clients are served. Raises CallersError."""
     keys = None if args.api_keys is None else ApiKeys(args.api_keys)
     tokens = _make_tokens(args)
-    return Authenticator(keys, tokens) if identifies_callers(args) else None
+    return Authenticator(keys, tokens, begin) if identifies_callers(args) else None
 
 
 def _make_tokens(args: argparse.Namespace) -> JsonWebTokens | None:

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from functools import cached_property
 from typing import Any
 
 from quire.v1 import inference_pb2 as pb
@@ -20,6 +21,7 @@ from gateway_svc.http import answers, bodies, openapi
 from gateway_svc.http.answers import AnswerShape, PromptParts, StreamAnswer, WholeAnswer, models_of
 from gateway_svc.http.audio import AudioHandlers
 from gateway_svc.http.bodies import Generation, with_suffix, with_token_ids
+from gateway_svc.http.json_text import encode
 from gateway_svc.http.merge import Numbered, merged, within
 from gateway_svc.http.messages.handlers import MessagesHandlers
 from gateway_svc.http.pooling.handlers import PoolingHandlers
@@ -144,10 +146,14 @@ class Handlers:
 
     async def openapi(self, request: Request) -> Response:
         """The description of this API in the format OpenAPI 3.1."""
+        return Response(self._description, media_type="application/json")
+
+    @cached_property
+    def _description(self) -> bytes:
         endpoints = [
             (route.path_format, method, doc_of(route)) for route in self.routes() for method in methods_of(route)
         ]
-        return json_reply(openapi.document(endpoints, quire_version()))
+        return encode(openapi.document(endpoints, quire_version()))
 
     async def _read(self, request: Request, parse: Callable[[bytes], Any]) -> Any:
         """The parsed body. A large body is parsed in a thread."""

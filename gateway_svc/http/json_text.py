@@ -7,6 +7,7 @@ them. An empty list takes 2 bytes of a body but 56 bytes decoded; numbers in a l
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -14,11 +15,21 @@ from typing import Any
 import msgspec
 
 SMALL_BYTES = 64 << 10  # values of smaller bodies are not counted
-PART_BYTES = 256 << 10  # decoded at once: at most a few milliseconds
+PART_BYTES = 64 << 10  # decoded at once: at most a few milliseconds
 MAX_VALUES = 100_000  # besides numbers in lists: above a chat of 10,000 messages. A value after a comma counts twice
 PART_VALUES = 4096  # encoded at once
 MAX_OPENED = 4  # levels of a value that are decoded in parts: body, messages, message, content
 
+
+def _finite(text: str) -> float:
+    """The number. msgspec itself takes 10 us or more for one like 1e308."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError("a number is out of range")
+    return value
+
+
+VALUE = msgspec.json.Decoder(float_hook=_finite)
 OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 ESCAPES_AND_CHARACTER = re.compile(rb"\\*.", re.DOTALL)
 LIST = msgspec.json.Decoder(list[msgspec.Raw])
@@ -93,7 +104,7 @@ def _decoded(text: bytes, levels: int) -> Any:
         return _numbers(text)
     if start == b"[":
         return [_decoded(bytes(value), levels - 1) for value in LIST.decode(text)]
-    return msgspec.json.decode(text)
+    return VALUE.decode(text)
 
 
 def _is_flat(text: bytes) -> bool:
@@ -105,9 +116,9 @@ def _numbers(text: bytes) -> list[Any]:
     """The values of a flat list, decoded as several lists."""
     inner, start, values = text.strip().removeprefix(b"["), 0, list[Any]()
     while (end := inner.find(b",", start + PART_BYTES)) >= 0:
-        values += msgspec.json.decode(b"[%b]" % inner[start:end])
+        values += VALUE.decode(b"[%b]" % inner[start:end])
         start = end + 1
-    values += msgspec.json.decode(b"[%b" % inner[start:])
+    values += VALUE.decode(b"[%b" % inner[start:])
     return values
 
 

@@ -26,10 +26,13 @@ NAMES = ("requests_per_s", "tokens_per_min", "max_streams")
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """One request: its stream, and its largest number of tokens."""
+    """One request: its stream, and its largest number of tokens. Without a stream id, none is opened. `num_requests` is
+    0 if the request was counted when it arrived.
+    """
 
     stream_id: str
     num_tokens: int
+    num_requests: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +83,16 @@ class LocalBuckets:
         now, counts = self._clock(), self._counts[owner]
         for i, (rate, burst_s) in enumerate(zip(rates(limits), (REQUEST_BURST_S, TOKEN_BURST_S), strict=True)):
             wait_s = counts.full_at[i] - now - burst_s
-            if rate and wait_s > 0:
+            if rate and wait_s > 0 and (i or take.num_requests):
                 return Verdict(NAMES[i], wait_s)
-        if limits.max_streams is not None and len(counts.streams) >= limits.max_streams:
+        opens = bool(take.stream_id)
+        if opens and limits.max_streams is not None and len(counts.streams) >= limits.max_streams:
             return Verdict(NAMES[2], 1.0)
-        for i, (rate, cost) in enumerate(zip(rates(limits), (1, take.num_tokens), strict=True)):
-            if rate:
+        for i, (rate, cost) in enumerate(zip(rates(limits), (take.num_requests, take.num_tokens), strict=True)):
+            if rate and cost:
                 counts.full_at[i] = max(counts.full_at[i], now) + cost / rate
-        counts.streams.add(take.stream_id)
+        if opens:
+            counts.streams.add(take.stream_id)
         return ADMITTED
 
     async def give_back(self, owner: str, limits: OwnerLimits, stream_id: str, num_tokens: int) -> None:
@@ -106,30 +111,33 @@ class LocalBuckets:
 
 
 # KEYS: the two buckets, the streams. Times are seconds on Redis' clock. ARGV: request rate, token rate, cost in tokens,
-# limit of streams (-1: none), stream id, and the three constants. Returns 0 and 0 if the request is admitted, else the
-# number of the limit and the wait in ms.
+# limit of streams (-1: none), stream id or empty, the three constants, cost in requests. Returns 0 and 0 if the request
+# is admitted, else the number of the limit and the wait in ms.
 TAKE = """
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 local rates = {tonumber(ARGV[1]), tonumber(ARGV[2])}
 local bursts = {tonumber(ARGV[6]), tonumber(ARGV[7])}
-local costs = {1, tonumber(ARGV[3])}
+local costs = {tonumber(ARGV[9]), tonumber(ARGV[3])}
 local full = {}
 for i = 1, 2 do
   full[i] = tonumber(redis.call('GET', KEYS[i]) or '0')
   local wait = full[i] - now - bursts[i]
-  if rates[i] > 0 and wait > 0 then return {i, math.ceil(wait * 1000)} end
+  if rates[i] > 0 and wait > 0 and (i == 2 or costs[1] > 0) then return {i, math.ceil(wait * 1000)} end
 end
+local opens = ARGV[5] ~= ''
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
-if tonumber(ARGV[4]) >= 0 and redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[4]) then return {3, 1000} end
+if opens and tonumber(ARGV[4]) >= 0 and redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[4]) then return {3, 1000} end
 for i = 1, 2 do
-  if rates[i] > 0 then
+  if rates[i] > 0 and costs[i] > 0 then
     local at = math.max(full[i], now) + costs[i] / rates[i]
     redis.call('SET', KEYS[i], string.format('%.6f', at), 'PX', math.ceil((at - now) * 1000) + 60000)
   end
 end
-redis.call('ZADD', KEYS[3], now + ARGV[8], ARGV[5])
-redis.call('EXPIRE', KEYS[3], 600)
+if opens then
+  redis.call('ZADD', KEYS[3], now + ARGV[8], ARGV[5])
+  redis.call('EXPIRE', KEYS[3], 600)
+end
 return {0, 0}"""
 # KEYS: the bucket of tokens, the streams. ARGV: stream id, seconds to subtract from the time when the bucket is full.
 GIVE_BACK = """
@@ -177,6 +185,7 @@ class RedisBuckets:
             REQUEST_BURST_S,
             TOKEN_BURST_S,
             STREAM_TTL_S,
+            take.num_requests,
         )
         answer = await self._call(self._redis.eval(TAKE, 3, *self._keys(owner), *arguments))
         if answer is None:
@@ -184,7 +193,7 @@ class RedisBuckets:
         number, wait_ms = answer
         if not number:
             return ADMITTED
-        if own is ADMITTED:
+        if own is ADMITTED and take.stream_id:
             await self._local.give_back(owner, limits, take.stream_id, take.num_tokens)
         return Verdict(NAMES[number - 1], wait_ms / 1000)
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
 
 from gateway_svc.limits.buckets import STREAM_TTL_S, RateBuckets, Take
 from gateway_svc.limits.settings import NO_LIMITS, LimitsFile, OwnerLimits
@@ -13,6 +14,8 @@ from svc_common.errors import InvalidRequestError, OverloadedError, PermissionDe
 from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
+# Whether the current call was counted as a request when it arrived, and no request was admitted for it yet.
+is_prepaid: ContextVar[list[bool]] = ContextVar("is_prepaid")
 UNITS = {"requests_per_s": "requests per second", "tokens_per_min": "tokens per minute", "max_streams": "open requests"}
 
 
@@ -55,6 +58,22 @@ class KeyLimits:
                 field="scheduling.priority",
             )
 
+    async def begin(self, owner: str) -> None:
+        """Count a call of this owner before its request is received, also if it fails. Raises OverloadedError."""
+        limits = self.of(owner)
+        if self._buckets is not None and limits.requests_per_s is not None:
+            await self._take(self._buckets, owner, limits, Take("", 0))
+            is_prepaid.set([True])
+
+    async def _take(self, buckets: RateBuckets, owner: str, limits: OwnerLimits, take: Take) -> None:
+        verdict = await buckets.take(owner, limits, take)
+        if verdict.limit:
+            raise OverloadedError(
+                f"the limit of this owner is reached ({UNITS[verdict.limit]}: {getattr(limits, verdict.limit):g}); "
+                f"retry in {verdict.retry_after_s:.1f} s",
+                retry_after_s=verdict.retry_after_s,
+            )
+
     @contextlib.asynccontextmanager
     async def admitted(
         self, owner: str, stream_id: str, num_tokens: int, num_used: Callable[[], int]
@@ -67,13 +86,16 @@ class KeyLimits:
         if self._buckets is None or not limits.is_counted:
             yield
             return
-        verdict = await self._buckets.take(owner, limits, Take(stream_id, num_tokens))
-        if verdict.limit:
-            raise OverloadedError(
-                f"the limit of this owner is reached ({UNITS[verdict.limit]}: {getattr(limits, verdict.limit):g}); "
-                f"retry in {verdict.retry_after_s:.1f} s",
-                retry_after_s=verdict.retry_after_s,
-            )
+        prepaid = is_prepaid.get([])
+        take = Take(stream_id, num_tokens, num_requests=0 if prepaid and prepaid.pop() else 1)
+        taking = asyncio.ensure_future(self._take(self._buckets, owner, limits, take))
+        try:
+            await asyncio.shield(taking)
+        except asyncio.CancelledError:  # Redis may have counted the stream
+            await asyncio.wait({taking})
+            if taking.exception() is None:
+                await self._buckets.give_back(owner, limits, stream_id, num_tokens)
+            raise
         self._open[stream_id] = owner
         try:
             yield

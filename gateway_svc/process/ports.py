@@ -17,6 +17,7 @@ from quire.v1.session_pb2_grpc import add_SessionServiceServicer_to_server
 
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.flags import make_authenticator
+from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.metrics import SPECS, GatewayReader, specs_for_picker
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.audit.audit_log import AuditLog
@@ -62,11 +63,11 @@ class Ports:
     `serve` adds the handlers, once; then `start_admin` opens metrics and probes, and `start` the other ports.
     """
 
-    def __init__(self, args: argparse.Namespace, gateway_id: str) -> None:
+    def __init__(self, args: argparse.Namespace, gateway_id: str, limits: KeyLimits) -> None:
         self._args = args
         self._gateway_id = gateway_id
         self._tls = tls_files(args.tls_cert_file, args.tls_key_file, args.tls_client_ca_file)
-        self._authenticator = make_authenticator(args)
+        self._authenticator = make_authenticator(args, limits.begin)
         self._audit = None if args.audit_log is None else AuditLog(args.audit_log, gateway_id)
         self._intake = Intake(MemoryLimit.of_flag(args.max_memory_bytes))
         # Calls of one client are bounded here so high that --max-streams refuses them before HTTP/2 does.

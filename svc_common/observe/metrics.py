@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from pathlib import Path
@@ -70,6 +71,7 @@ class Buckets:
         return list(zip(names, map(float, accumulate(self.counts)), strict=True))
 
 
+@cache
 def quire_version() -> str:
     """The version of the installed services: of `quire` in a checkout, else of the wheel `quire-server`."""
     try:

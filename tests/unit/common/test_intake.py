@@ -163,7 +163,6 @@ async def held_bytes(connection: Http2, path: str, count: int, metadata: tuple[t
         ("/a.B/Echo", (("authorization", "key"),), 16),
         (f"{REFLECTION}v1alpha.ServerReflection/ServerReflectionInfo", (), 0),
         (f"{REFLECTION}v1.ServerReflection/ServerReflectionInfo", (("authorization", "key"),), 16),
-        (f"/{PROBES}Check", (), 2),
     ],
 )
 async def test_messages_that_never_end(
@@ -177,3 +176,20 @@ async def test_messages_that_never_end(
             own = (("authorization", "another key"),)
             assert (await other.call("/a.B/Echo", frame_message(b"x"), own)).code == "OK"
             assert (await other.call("/grpc.health.v1.Health/Check", frame_message(b""))).code == "OK"
+
+
+async def test_probes_that_never_end_are_ended_soon(server: GrpcServer) -> None:
+    async with await Http2.open(server.address) as connection:
+        streams = [connection.begin(f"/{PROBES}Check", ()) for _ in range(20)]
+        ends = [connection.outcome(stream_id) for stream_id in streams]
+        for stream_id in streams:
+            await connection.write(stream_id, UNFINISHED[: 1 << 15])
+        async with asyncio.timeout(20.0):
+            outcomes = await asyncio.gather(*ends)
+    assert {outcome.code for outcome in outcomes} == {"DEADLINE_EXCEEDED"}
+
+
+async def test_a_probe_has_a_name_only(server: GrpcServer) -> None:
+    async with await Http2.open(server.address) as connection:
+        outcome = await connection.call(f"/{PROBES}Check", frame_message(b"\x0a\x81\x20" + b"a" * 4097))
+    assert outcome.code == "INVALID_ARGUMENT"

@@ -28,6 +28,9 @@ from gateway_svc.http.handlers import Handlers
 from gateway_svc.http.origins import SitePolicy, with_cors
 from gateway_svc.http.server import MAX_CONNECTIONS, HttpServer
 from gateway_svc.http.status import StatusHandlers
+from gateway_svc.limits.buckets import LocalBuckets
+from gateway_svc.limits.key_limits import KeyLimits
+from gateway_svc.limits.settings import LimitsFile
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.operator_port import NoOperators
 from gateway_svc.operators.rollouts import RolloutCalls
@@ -545,6 +548,21 @@ async def test_only_operators_control_weights_and_pauses(gateway: TestGateway, t
         assert not await statuses(http, "operator") & {401, 403}
     async with HttpGateway(gateway, clients, operators=NoOperators()) as http:
         assert await statuses(http, "secret") == {403}
+
+
+async def test_requests_that_fail_and_pages_count_against_the_owner(gateway: TestGateway, tmp_path: Path) -> None:
+    (tmp_path / "me").write_text("secret")
+    file = tmp_path.with_name("limits.toml")
+    file.write_text("[default]\nrequests_per_s = 0.01")
+    for path, body, status in ((CHAT, b"[1e308", 400), ("/metrics", None, 200), ("/unknown", b"{}", 404)):
+        limits = KeyLimits(LimitsFile(file), LocalBuckets())
+        async with HttpGateway(gateway, Authenticator(ApiKeys(tmp_path), begin=limits.begin)) as http:
+            options = {"headers": {"authorization": "Bearer secret"}, "data": body}
+            found = []
+            for _ in range(3):
+                async with http.session.request("GET" if body is None else "POST", path, **options) as reply:
+                    found.append(reply.status)
+        assert found == [status, 429, 429]
 
 
 OWN = ("127.0.0.1:8000", "localhost", "localhost:1", "[::1]:8080", "10.0.0.3", "gateway:8000", "q.default.svc", "")

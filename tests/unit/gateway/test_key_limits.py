@@ -130,6 +130,37 @@ async def test_a_debt_refuses_requests_until_unused_tokens_are_put_back(buckets:
     assert not (await buckets.take("x", limits, Take("2", 1))).limit
 
 
+async def test_a_call_is_counted_once_and_before_its_request_is_known(tmp_path: Path, buckets: RateBuckets) -> None:
+    limits = KeyLimits(LimitsFile(file_of(tmp_path, "[default]\nrequests_per_s = 0.001")), buckets)
+    await limits.begin("a")
+    async with limits.admitted("a", "first", 1, lambda: 1):
+        pass
+    with pytest.raises(OverloadedError, match="requests per second"):
+        async with limits.admitted("a", "second", 1, lambda: 1):
+            raise AssertionError("a call pays for its second request")
+    with pytest.raises(OverloadedError):
+        await limits.begin("a")
+
+
+async def test_a_call_that_is_cancelled_while_it_is_counted_leaves_no_stream(
+    tmp_path: Path, buckets: RateBuckets
+) -> None:
+    limits = KeyLimits(LimitsFile(file_of(tmp_path, "[default]\nmax_streams = 1\ntokens_per_min = 60")), buckets)
+
+    async def call() -> None:
+        async with limits.admitted("x", "first", 1000, lambda: 1000):
+            await asyncio.sleep(3600)
+
+    task = asyncio.create_task(call())
+    await asyncio.sleep(0)  # the stream is counted, or Redis is asked
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with limits.admitted("x", "second", 1, lambda: 1):
+        pass
+
+
 async def test_open_streams_are_counted_until_they_end(buckets: RateBuckets) -> None:
     limits = OwnerLimits(max_streams=2)
     verdicts = [(await buckets.take("x", limits, Take(str(i), 1))).limit for i in range(3)]
