@@ -143,7 +143,7 @@ class Intake:
         self._max_of_sender = max(1, int(max_receiving * SENDER_FRACTION))
         self._of_sender: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._began: dict[asyncio.Task[Any], float] = {}  # the requests that arrive, oldest first
-        self.max_message_bytes = 16 << 20  # of its port
+        self.max_message_bytes = 16 << 20  # limit of its port
         self._of_strangers: dict[asyncio.Task[Any], None] = {}
         self._late: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None

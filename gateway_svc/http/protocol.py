@@ -26,6 +26,7 @@ HEADER_TIMEOUT_S = 20.0  # from the first byte of a request, or from the connect
 STALL_TIMEOUT_S = 300.0  # for a client that reads nothing of its answer
 # A client may send its whole body before it reads the answer, and loses the answer if the socket is closed before.
 LINGER_S = 5.0
+MAX_HEADER_BYTES = 64 << 10
 MAX_HEADER_LINES = 256
 MAX_SMALL_CHUNKS = 1000  # more chunks of a body need MIN_CHUNK_BYTES on average
 MIN_CHUNK_BYTES = 64
@@ -94,7 +95,7 @@ class HttpProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn: _Connection = _Connection(h11.SERVER, self.config.h11_max_incomplete_event_size)
+        self.conn: _Connection = _Connection(h11.SERVER, MAX_HEADER_BYTES)
 
     @classmethod
     def limited(cls, max_connections: int) -> type[HttpProtocol]:

@@ -16,7 +16,6 @@ from svc_common.serve import BindError
 from svc_common.sockets import bind_tcp
 
 MAX_CONNECTIONS = 8192
-MAX_HEADER_BYTES = 64 << 10
 KEEP_ALIVE_S = 75.0  # longer than in most clients, so that the client closes an idle connection first
 STOP_TIMEOUT_S = 2.0  # for unfinished answers; generations have been drained before
 
@@ -46,7 +45,6 @@ class HttpServer:
                 proxy_headers=False,
                 timeout_keep_alive=int(KEEP_ALIVE_S),
                 timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 ssl_context_factory=None if tls is None else lambda config, default: tls,
             )
         )

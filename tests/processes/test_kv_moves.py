@@ -111,7 +111,7 @@ NUM_SLEEPS = 6
 
 @pytest.mark.parametrize("source", ["disk", "prefill worker"])
 async def test_pools_that_sleep_while_blocks_arrive_hold_none_of_them_later(tmp_path: Path, source: str) -> None:
-    """What arrives would be memory of zeros, and the next requests would start from it."""
+    """Blocks that arrived would be memory of zeros, and the next requests would start from them."""
     prompts = [[number, *PROMPT[1:]] for number in range(4)]
     with Stack(tmp_path) as stack:
         scheduler, model = stack.start_scheduler(), make_checkpoint(tmp_path / "model")
