@@ -177,11 +177,11 @@ def test_steps_in_flight_do_not_change_tokens(qwen3):
         driver.decode([1, 0], 5)
         driver.add(commit_blocks=u32(*driver.rows[0].blocks[:2]), commit_digests=[b"a" * 16, b"b" * 16])
         driver.decode([0], 1)
-        known = runner._rows._tokens[1, 5 : len(driver.rows[1].tokens)].tolist()
+        known = runner._rows.tokens[1, 5 : len(driver.rows[1].tokens)].tolist()
         assert (known[-1] == PENDING) == is_pipelined
         blocks = [(ids.tolist(), hashes, tokens.tolist()) for ids, hashes, tokens in runner.committed_blocks()]
         assert blocks[0][2] == [driver.rows[0].tokens[:4], driver.rows[0].tokens[4:8]]
-        assert runner._rows._tokens[1, : len(driver.rows[1].tokens)].tolist() == driver.rows[1].tokens
+        assert runner._rows.tokens[1, : len(driver.rows[1].tokens)].tolist() == driver.rows[1].tokens
         seen.append((driver.rows[0].tokens, driver.rows[1].tokens, blocks))
     assert seen[0] == seen[1]
 
@@ -197,7 +197,7 @@ def test_a_reopened_row_keeps_its_own_history(qwen3):
     driver.open(0, second, output=[11])
     driver.step({0: 7})
     list(runner.committed_blocks())
-    assert runner._rows._tokens[0, :8].tolist() == driver.rows[0].tokens
+    assert runner._rows.tokens[0, :8].tolist() == driver.rows[0].tokens
 
 
 def test_bad_rows_fail_alone(qwen3):
