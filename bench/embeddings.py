@@ -28,7 +28,8 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from request_fields.checks import default_sampling
 from step_protocol.columns import F32
-from step_protocol.messages import Pooling, PoolingKind, PoolingTask, RowOpen, StepBatch
+from step_protocol.features import PooledRows, Pooling, PoolingKind, PoolingTask
+from step_protocol.messages import RowOpen, StepBatch
 from worker_svc.engine.config import ComputeDtype, EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
 
@@ -106,9 +107,10 @@ class Engine:
             close_rows=np.arange(64, dtype=np.uint32),
         )  # fmt: skip
         output = self._runner.execute(batch)
-        if output.pooled is None or output.errors:
+        pooled = output.part(PooledRows)
+        if pooled is None or output.errors:
             raise RuntimeError(f"the step failed: {output.errors}")
-        return output.pooled.values.reshape(len(step), HIDDEN)
+        return pooled.values.reshape(len(step), HIDDEN)
 
 
 def measure(calls: dict[str, Callable[[], F32]], rounds: int) -> dict[str, float]:

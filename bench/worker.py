@@ -37,7 +37,8 @@ from bench.padded import PaddedLoop
 from bench.speculation import GREEDY, measure_speculation
 from bench.workloads import QWEN3_06B, WORKLOADS, Request, Workload, make_model
 from request_fields.fields import SamplingParams
-from step_protocol.messages import EMPTY, RowOpen, StepBatch
+from step_protocol.columns import EMPTY
+from step_protocol.messages import RowOpen, StepBatch
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.cpu.backends import make_backend
 from worker_svc.engine.kernels import linear as kernel_linear

@@ -10,29 +10,29 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from quire.internal.v1 import encoder_pb2, inputs_pb2, logprobs_pb2, pooling_pb2, worker_pb2
+from quire.internal.v1 import encoder_pb2, inputs_pb2, pooling_pb2, worker_pb2
 from quire.v1 import types_pb2
 
 from request_fields import checks
 from request_fields.fields import FieldError, sampling_params
 from request_fields.grammar import Grammar, grammar_of
-from step_protocol.columns import U32, Bools, WireError, f32_from_bytes, f32_to_bytes, u32_from_bytes, u32_to_bytes
-from step_protocol.messages import (
+from step_protocol.columns import (
     EMPTY,
-    LOGPROB_EXTRAS,
-    NO_CANDIDATES,
+    U32,
+    Bools,
+    WireError,
+    by_field,
+    parts_of,
+    u32_column,
+    u32_from_bytes,
+    u32_to_bytes,
+)
+from step_protocol.features import ANSWER_PARTS, STEP_PARTS, LogprobColumns, Pooling, PoolingKind, PoolingTask
+from step_protocol.messages import (
     NO_RULES,
-    BeamCandidates,
     CarriedInput,
     EncoderInput,
     ImageSpan,
-    ImageWork,
-    LogprobColumns,
-    PooledRows,
-    Pooling,
-    PoolingKind,
-    PoolingTask,
-    PromptLogprobs,
     RowError,
     RowErrorCode,
     RowOpen,
@@ -50,9 +50,8 @@ CHANGES = (
     ("copy_src", "copy_dst"),
     ("commit_blocks",),
     ("fork_rows", "fork_parents"),
-    ("beam_rows", "beam_parents", "beam_tokens"),
-    ("snapshot_rows", "snapshot_positions", "snapshot_slots"),
 )
+STEP_FIELDS, ANSWER_FIELDS = by_field(STEP_PARTS), by_field(ANSWER_PARTS)
 ROW_ERROR_CODES = {
     RowErrorCode.NAN: worker_pb2.ROW_ERROR_CODE_NAN,
     RowErrorCode.BAD_INPUT: worker_pb2.ROW_ERROR_CODE_BAD_INPUT,
@@ -112,18 +111,10 @@ def batch_to_proto(batch: StepBatch, message: worker_pb2.StepBatch) -> None:
     if batch.fork_rows is not EMPTY:
         message.fork_rows = u32_to_bytes(batch.fork_rows)
         message.fork_parents = u32_to_bytes(batch.fork_parents)
-    if batch.beam_rows is not EMPTY:
-        message.beam_rows = u32_to_bytes(batch.beam_rows)
-        message.beam_parents = u32_to_bytes(batch.beam_parents)
-        message.beam_tokens = u32_to_bytes(batch.beam_tokens)
-    if batch.snapshot_rows is not EMPTY:
-        message.snapshot_rows = u32_to_bytes(batch.snapshot_rows)
-        message.snapshot_positions = u32_to_bytes(batch.snapshot_positions)
-        message.snapshot_slots = u32_to_bytes(batch.snapshot_slots)
     if batch.commit_digests:
         message.commit_hashes = b"".join(batch.commit_digests)
-    if batch.images:
-        message.images = u32_to_bytes(np.array(batch.images, np.uint32))
+    for part in batch.parts:
+        part.write(message)
 
 
 def batch_from_proto(message: worker_pb2.StepBatch) -> StepBatch:
@@ -136,13 +127,13 @@ def batch_from_proto(message: worker_pb2.StepBatch) -> StepBatch:
         step_id=message.step_id,
         rows=rows,
         query_lens=query_lens,
-        context_lens=_column("context_lens", message.context_lens, len(rows), "one per item of rows"),
+        context_lens=u32_column("context_lens", message.context_lens, len(rows), "one per item of rows"),
         sample_mask=_sample_mask(message.sample_mask, len(rows)),
-        slot_mapping=_column("slot_mapping", message.slot_mapping, num_tokens, "the sum of query_lens"),
+        slot_mapping=u32_column("slot_mapping", message.slot_mapping, num_tokens, "the sum of query_lens"),
         max_query_lens=_max_query_lens(message.max_query_lens, query_lens),
         opens=[_row_open(f"opens[{i}]", row_open) for i, row_open in enumerate(message.opens)],
         commit_digests=_digests(message.commit_hashes, len(changes.get("commit_blocks", EMPTY))),
-        images=_image_work(message.images) if message.images else (),
+        parts=parts_of(message, STEP_FIELDS),
         **changes,
     )
 
@@ -155,35 +146,18 @@ def _changes(message: worker_pb2.StepBatch) -> dict[str, U32]:
             continue
         length = len(columns[0]) // 4
         for name, data in zip(names, columns, strict=True):
-            found[name] = _column(name, data, length, f"one per item of {names[0]}")
+            found[name] = u32_column(name, data, length, f"one per item of {names[0]}")
     return found
-
-
-def _column(field: str, data: bytes, length: int, length_of: str) -> U32:
-    column = u32_from_bytes(data, field)
-    if len(column) != length:
-        raise _invalid(field, f"has {len(column)} items, expected {length} ({length_of})")
-    return column
 
 
 def _invalid(field: str, problem: str) -> WireError:
     return WireError(f"{field} {problem}", field)
 
 
-def _image_work(data: bytes) -> tuple[ImageWork, ...]:
-    values = u32_from_bytes(data, "images")
-    if len(values) % 4:
-        raise _invalid("images", f"has {len(values)} numbers, expected four per image")
-    work = tuple(ImageWork(*item) for item in values.reshape(-1, 4).tolist())
-    if any(not 0 < item.done <= item.total for item in work):
-        raise _invalid("images", "has work that is 0, or beyond all work of its image")
-    return work
-
-
 def _query_lens(data: bytes, num_rows: int) -> U32:
     if not data:
         return np.ones(num_rows, dtype=np.uint32)
-    query_lens = _column("query_lens", data, num_rows, "one per item of rows, or none for all 1")
+    query_lens = u32_column("query_lens", data, num_rows, "one per item of rows, or none for all 1")
     if not query_lens.all():
         raise _invalid("query_lens", f"is 0 at index {int(query_lens.argmin())}, expected at least 1")
     return query_lens
@@ -192,7 +166,7 @@ def _query_lens(data: bytes, num_rows: int) -> U32:
 def _max_query_lens(data: bytes, query_lens: U32) -> U32 | None:
     if not data:
         return None
-    found = _column("max_query_lens", data, len(query_lens), "one per item of rows, or none for all 0")
+    found = u32_column("max_query_lens", data, len(query_lens), "one per item of rows, or none for all 0")
     if ((found > 0) & (query_lens != 1)).any():
         raise _invalid("max_query_lens", "is above 0 for a row whose query_len is not 1")
     return found
@@ -349,19 +323,9 @@ def output_to_proto(output: StepOutput, *, worker_epoch: int, queue_us: int) -> 
     for error in output.errors:
         message.errors.add(row=error.row, code=ROW_ERROR_CODES[error.code], message=error.message)
     if output.logprobs is not None:
-        logprobs_to_proto(output.logprobs, message.logprobs)
-    if output.prompt_logprobs is not None:
-        message.prompt_rows = u32_to_bytes(output.prompt_logprobs.rows)
-        message.prompt_positions = u32_to_bytes(output.prompt_logprobs.positions)
-        logprobs_to_proto(output.prompt_logprobs.columns, message.prompt_logprobs)
-    if len(output.candidates.rows):
-        message.candidate_rows = u32_to_bytes(output.candidates.rows)
-        message.candidate_ids = u32_to_bytes(output.candidates.token_ids)
-        message.candidate_logprobs = f32_to_bytes(output.candidates.logprobs)
-    if output.pooled is not None:
-        message.pooled_rows = u32_to_bytes(output.pooled.rows)
-        message.pooled_lens = u32_to_bytes(output.pooled.lens)
-        message.pooled_values = f32_to_bytes(output.pooled.values)
+        output.logprobs.write(message.logprobs)
+    for part in output.parts:
+        part.write(message)
     return message
 
 
@@ -381,88 +345,16 @@ def output_from_proto(message: worker_pb2.StepOutput) -> StepOutput:
         draft_lens=_lens_of_rows("draft_lens", message.draft_lens, rows),
         errors=[_row_error(error) for error in message.errors],
         forward_us=message.forward_us,
-        logprobs=_logprobs(message.logprobs, num_tokens) if message.HasField("logprobs") else None,
-        prompt_logprobs=_prompt_logprobs(message) if message.HasField("prompt_logprobs") else None,
-        candidates=_candidates(message) if message.candidate_rows else NO_CANDIDATES,
-        pooled=_pooled(message) if message.pooled_rows else None,
+        logprobs=LogprobColumns.read(message.logprobs, num_tokens) if message.HasField("logprobs") else None,
+        parts=parts_of(message, ANSWER_FIELDS),
     )
 
 
 def _lens_of_rows(field: str, data: bytes, rows: U32) -> U32 | None:
-    return _column(field, data, len(rows), "one per item of rows, or none") if data else None
+    return u32_column(field, data, len(rows), "one per item of rows, or none") if data else None
 
 
 def _row_error(message: worker_pb2.RowError) -> RowError:
     if message.code in ERRORS_BY_CODE:
         return RowError(message.row, message.message, ERRORS_BY_CODE[message.code])
     return RowError(message.row, f"code {message.code}: {message.message}".removesuffix(": "))  # a newer worker's code
-
-
-def logprobs_to_proto(columns: LogprobColumns, message: logprobs_pb2.LogprobColumns) -> None:
-    """Fills a message with log probabilities."""
-    message.lens = u32_to_bytes(columns.lens)
-    message.logprobs = f32_to_bytes(columns.logprobs)
-    message.token_ids = u32_to_bytes(columns.token_ids)
-    message.ranks = u32_to_bytes(columns.ranks)
-    for name, column in columns.extras().items():
-        setattr(message, name, column.astype(LOGPROB_EXTRAS[name].newbyteorder("<")).tobytes())
-
-
-def _logprobs(message: logprobs_pb2.LogprobColumns, num_tokens: int) -> LogprobColumns:
-    columns = LogprobColumns(
-        lens=u32_from_bytes(message.lens, "lens"),
-        logprobs=f32_from_bytes(message.logprobs, "logprobs"),
-        token_ids=u32_from_bytes(message.token_ids, "logprobs.token_ids"),
-        ranks=u32_from_bytes(message.ranks, "ranks"),
-        **_extras(message),
-    )
-    expected = num_tokens, int(columns.lens.sum(dtype=np.uint64)), int(np.count_nonzero(columns.lens))
-    found = len(columns.lens), len(columns.logprobs), len(columns.ranks)
-    if found != expected or len(columns.token_ids) != expected[1]:
-        raise WireError(
-            f"log probabilities have {found[0]} lens, {found[1]} logprobs, {len(columns.token_ids)} token_ids and "
-            f"{found[2]} ranks; expected {expected[0]}, {expected[1]}, {expected[1]} and {expected[2]}"
-        )
-    for name, column in columns.extras().items():
-        if len(column) != expected[2]:
-            raise WireError(f"log probabilities have {len(column)} {name}; expected {expected[2]}")
-    return columns
-
-
-def _extras(message: logprobs_pb2.LogprobColumns) -> dict[str, Any]:
-    """The optional columns of a message. Raises WireError."""
-    found: dict[str, Any] = {}
-    for name, dtype in LOGPROB_EXTRAS.items():
-        data = getattr(message, name)
-        if len(data) % dtype.itemsize:
-            raise WireError(f"{name} has {len(data)} bytes; the length must be a multiple of {dtype.itemsize}", name)
-        if data:
-            found[name] = np.frombuffer(data, dtype.newbyteorder("<"))
-    return found
-
-
-def _prompt_logprobs(message: worker_pb2.StepOutput) -> PromptLogprobs:
-    rows = u32_from_bytes(message.prompt_rows, "prompt_rows")
-    positions = u32_from_bytes(message.prompt_positions, "prompt_positions")
-    if len(rows) != len(positions):
-        raise WireError(f"{len(rows)} prompt_rows but {len(positions)} prompt_positions")
-    return PromptLogprobs(rows, positions, _logprobs(message.prompt_logprobs, len(rows)))
-
-
-def _candidates(message: worker_pb2.StepOutput) -> BeamCandidates:
-    rows = u32_from_bytes(message.candidate_rows, "candidate_rows")
-    token_ids = u32_from_bytes(message.candidate_ids, "candidate_ids")
-    logprobs = f32_from_bytes(message.candidate_logprobs, "candidate_logprobs")
-    if not len(rows) == len(token_ids) == len(logprobs):
-        raise WireError(
-            f"{len(rows)} candidate_rows, {len(token_ids)} candidate_ids and {len(logprobs)} candidate_logprobs"
-        )
-    return BeamCandidates(rows, token_ids, logprobs)
-
-
-def _pooled(message: worker_pb2.StepOutput) -> PooledRows:
-    rows, lens = u32_from_bytes(message.pooled_rows, "pooled_rows"), u32_from_bytes(message.pooled_lens, "pooled_lens")
-    values = f32_from_bytes(message.pooled_values, "pooled_values")
-    if len(rows) != len(lens) or int(lens.sum(dtype=np.uint64)) != len(values):
-        raise WireError(f"{len(rows)} pooled_rows, {len(lens)} pooled_lens and {len(values)} pooled_values")
-    return PooledRows(rows, lens, values)

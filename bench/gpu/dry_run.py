@@ -30,16 +30,8 @@ from bench.gpu.report import Report
 from bench.lora import make_adapter
 from prefix_index.content_ids import content_ids, input_digest
 from request_fields.fields import SamplingParams
-from step_protocol.messages import (
-    CarriedInput,
-    Pooling,
-    PoolingKind,
-    PoolingTask,
-    RowErrorCode,
-    RowOpen,
-    StepBatch,
-    TokenRules,
-)
+from step_protocol.features import Pooling, PoolingKind, PoolingTask
+from step_protocol.messages import CarriedInput, RowErrorCode, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu import check, loading, runner
 from worker_svc.engine.gpu.kernels import linear

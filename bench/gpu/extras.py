@@ -17,7 +17,8 @@ import torch
 from bench.gpu.model import Rows, load, make_checkpoint, time_decode
 from bench.gpu.report import Report, relative_error
 from prefix_index.content_ids import content_ids, input_digest
-from step_protocol.messages import CarriedInput, Pooling, PoolingKind, PoolingTask, StepOutput
+from step_protocol.features import NO_CANDIDATES, BeamCandidates, PooledRows, Pooling, PoolingKind, PoolingTask
+from step_protocol.messages import CarriedInput, StepOutput
 from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.engine.decoder.block_payload import Filled
 from worker_svc.engine.gpu.device_blocks import DeviceBlocks
@@ -67,9 +68,8 @@ def _pooled(runner: DeviceRunner, prompt: list[int]) -> dict[int, np.ndarray]:
     )  # fmt: skip
     found: dict[int, np.ndarray] = {}
     for output in outputs:
-        if output.pooled is not None:
-            parts = np.split(output.pooled.values, np.cumsum(output.pooled.lens)[:-1])
-            found |= zip(output.pooled.rows.tolist(), parts, strict=True)
+        if (pooled := output.part(PooledRows)) is not None:
+            found |= pooled.of_row()
     return found
 
 
@@ -82,8 +82,9 @@ def _check_beams(report: Report, runner: DeviceRunner, prompt: list[int]) -> Non
     """The candidates of a beam are the most likely tokens of a row with logprobs."""
     (output,) = _steps(runner, [prompt], [{"num_candidates": TOP}], [{0: len(prompt)}])
     (plain,) = _steps(runner, [prompt], [{"logprobs": TOP}], [{0: len(prompt)}])
-    error = np.abs(output.candidates.logprobs - plain.logprobs.logprobs[1:]).max()
-    same = np.array_equal(output.candidates.token_ids, plain.logprobs.token_ids[1:])
+    candidates = output.part(BeamCandidates) or NO_CANDIDATES
+    error = np.abs(candidates.logprobs - plain.logprobs.logprobs[1:]).max()
+    same = np.array_equal(candidates.token_ids, plain.logprobs.token_ids[1:])
     ok = same and error < LOGPROB_ERROR
     report.row("extras", "candidates of a beam = logprobs of a row", ok=bool(ok), note=f"error {error:.1e}")
 

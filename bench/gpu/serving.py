@@ -23,7 +23,8 @@ from bench.gpu.model import GREEDY, NANO_SETTINGS, check_graphs, load, make_chec
 from bench.gpu.report import Report
 from bench.workloads import Request, Workload, nano
 from request_fields.fields import SamplingParams
-from step_protocol.messages import EMPTY, RowOpen, StepBatch, StepOutput
+from step_protocol.columns import EMPTY
+from step_protocol.messages import RowOpen, StepBatch, StepOutput
 from worker_svc.engine.gpu.runner import DeviceRunner
 
 ROOT = Path(__file__).resolve().parents[2]

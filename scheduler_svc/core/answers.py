@@ -16,7 +16,8 @@ from scheduler_svc.core.sequence import FinishReason, Sequence
 from scheduler_svc.core.speculation import Accepted, take_back
 from scheduler_svc.core.worker_state import InFlightStep, WorkerState
 from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import LogprobColumns, RowError, StepOutput
+from step_protocol.features import LogprobColumns
+from step_protocol.messages import RowError, StepOutput
 
 
 def check_answer(in_flight: Seq[InFlightStep], output: StepOutput) -> tuple[InFlightStep, list[RowError]]:
@@ -29,13 +30,13 @@ def check_answer(in_flight: Seq[InFlightStep], output: StepOutput) -> tuple[InFl
     if step is None or step.step_id != output.step_id:
         expected = "no step" if step is None else f"step {step.step_id}"
         raise UnexpectedStepError(f"worker {output.worker_id} answered step {output.step_id}, expected {expected}")
-    name, prompt, pooled = output.worker_id, output.prompt_logprobs, output.pooled
-    if prompt is not None:
-        why = "which the step did not compute"
-        _check_rows(step, name, "prompt_logprobs", prompt.rows, step.rows.tolist(), why)
-    if pooled is not None:
-        why = "whose prompt the step does not complete"
-        _check_rows(step, name, "numbers", pooled.rows, step.prompt_only, why)
+    name = output.worker_id
+    for part in output.parts:
+        if part.ENDS_PROMPT:
+            why = "whose prompt the step does not complete"
+            _check_rows(step, name, part.WHAT, part.rows, step.prompt_only, why)
+        elif part.WHAT:
+            _check_rows(step, name, part.WHAT, part.rows, step.rows.tolist(), "which the step did not compute")
     if output.token_lens is not None:
         _check_lens(step, output, output.token_lens)
     if not output.errors and output.rows.tobytes() == step.sampled.tobytes():

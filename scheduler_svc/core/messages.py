@@ -18,7 +18,7 @@ import numpy as np
 from request_fields.sizes import SizeLimits, blocks_before
 from scheduler_svc.core.sequence import Completion, FinishReason, SequenceGroup
 from step_protocol.columns import F32, U32, Bools
-from step_protocol.messages import LogprobColumns, concat_columns, no_logprobs
+from step_protocol.features import LogprobColumns, concat_columns, no_logprobs
 
 
 class WorkerRole(Enum):

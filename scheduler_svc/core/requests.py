@@ -27,7 +27,7 @@ from scheduler_svc.core.sequence import (
 )
 from scheduler_svc.core.waiting_queue import FairShare, WaitingQueue
 from scheduler_svc.core.worker_state import WorkerState, num_forks_needed
-from step_protocol.messages import EMPTY
+from step_protocol.columns import EMPTY
 
 RETRY_ADVICE = "retry later or on another scheduler"
 

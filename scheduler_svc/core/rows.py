@@ -34,8 +34,7 @@ import numpy.typing as npt
 from scheduler_svc.core.block_manager import ceil_div
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.sequence import Sequence
-from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import EMPTY
+from step_protocol.columns import EMPTY, I64, U32, Bools
 
 NO_ROWS: I64 = np.empty(0, dtype=np.int64)
 

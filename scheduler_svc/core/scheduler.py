@@ -62,8 +62,8 @@ from scheduler_svc.core.stats import (
 )
 from scheduler_svc.core.step_planner import StepPlanner
 from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerState
-from step_protocol.columns import I64, U32
-from step_protocol.messages import EMPTY, RowError, StepBatch, StepOutput
+from step_protocol.columns import EMPTY, I64, U32
+from step_protocol.messages import RowError, StepBatch, StepOutput
 
 MAX_POOLS = 32  # in one snapshot
 MAX_REFUSALS = 4  # per worker and step, because each check reads all rows of the worker

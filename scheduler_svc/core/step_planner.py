@@ -74,8 +74,8 @@ from scheduler_svc.core.rows import (
 )
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import Changes, InFlightStep, StepPlan, WorkerState
-from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import EMPTY, StepBatch
+from step_protocol.columns import EMPTY, I64, U32, Bools
+from step_protocol.messages import StepBatch
 
 NO_PAIRS = (EMPTY, EMPTY)
 DECODE_WEIGHT = 0.2  # weight of the newest message in the running mean of the duration of a decode step
@@ -463,12 +463,6 @@ def make_batch(
         copy_dst=copy_dst,
         commit_blocks=np.array([block for block, _ in commits], dtype=np.uint32) if commits else EMPTY,
         commit_digests=[digest for _, digest in commits] if commits else [],
-        beam_rows=EMPTY,
-        beam_parents=EMPTY,
-        beam_tokens=EMPTY,
-        snapshot_rows=EMPTY,
-        snapshot_positions=EMPTY,
-        snapshot_slots=EMPTY,
     )
 
 

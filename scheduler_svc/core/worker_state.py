@@ -62,8 +62,8 @@ from scheduler_svc.core.rows import Members, RowTable
 from scheduler_svc.core.sequence import NEVER, Completion, QueueEntry, Refusal, Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.core.speculation import Accepted, Speculation
 from scheduler_svc.core.windows import Windows
-from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import EMPTY, RowError, StepBatch, StepOutput
+from step_protocol.columns import EMPTY, I64, U32, Bools
+from step_protocol.messages import RowError, StepBatch, StepOutput
 
 
 @dataclass(slots=True)

@@ -13,7 +13,6 @@ from scheduler_svc.core.messages import Deltas, Finished, merge_deltas
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from scheduler_svc.step_loop import WeightsChange
 from step_protocol.columns import f32_to_bytes, u32_to_bytes
-from step_protocol.proto import logprobs_to_proto
 from svc_common.errors import QuireError
 
 REASON_TO_PROTO = {
@@ -71,11 +70,11 @@ def deltas_to_proto(parts: Sequence[Deltas], message: scheduler_pb2.Deltas | Non
     for finished in deltas.finished:
         _fill_finished(finished, message.finished.add())
     if deltas.logprobs is not None:
-        logprobs_to_proto(deltas.logprobs, message.logprobs)
+        deltas.logprobs.write(message.logprobs)
     if deltas.prompt is not None:
         message.prompt_handles = u32_to_bytes(deltas.prompt.handles)
         message.prompt_positions = u32_to_bytes(deltas.prompt.positions)
-        logprobs_to_proto(deltas.prompt.columns, message.prompt_logprobs)
+        deltas.prompt.columns.write(message.prompt_logprobs)
     if deltas.pooled is not None:
         message.pooled_handles = u32_to_bytes(deltas.pooled.handles)
         message.pooled_lens = u32_to_bytes(deltas.pooled.lens)

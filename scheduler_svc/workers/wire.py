@@ -32,14 +32,13 @@ from scheduler_svc.core.messages import (
 from scheduler_svc.core.sequence import Feature
 from scheduler_svc.workers.seals import SEAL_BYTES, BlockKeys, LeaseIds
 from step_protocol.columns import I64, WireError, u32_from_bytes, u32_to_bytes
-from step_protocol.messages import BeamCandidates, PooledRows, RowError, StepBatch, StepOutput
+from step_protocol.messages import RowError, StepBatch, StepOutput
 from step_protocol.proto import batch_to_proto, output_from_proto
 from svc_common.errors import InvalidRequestError
 
 DIGEST_BYTES = 16
 MAX_BLOCK_BYTES = 1 << 30
 ORIGIN = struct.Struct(f"<QI{SEAL_BYTES}s")  # worker_epoch, block id, seal
-MAX_POOLED_NUMBERS = 1 << 16  # of one row
 WORKER_ROLES = {types_pb2.WORKER_ROLE_PREFILL: WorkerRole.PREFILL, types_pb2.WORKER_ROLE_DECODE: WorkerRole.DECODE}
 MAX_ROW_ERROR_CHARS = 500  # the message goes to the client and to the log
 
@@ -134,10 +133,8 @@ def step_output_from_proto(
         output.errors = [RowError(error.row, _row_error_text(error), error.code) for error in output.errors]
     if len(output.token_ids) and int(output.token_ids[output.token_ids.argmax()]) >= vocab_size:  # faster than max()
         _fail_invalid_tokens(output, vocab_size)
-    if len(output.candidates.rows):
-        output.candidates = _valid_candidates(output.candidates, vocab_size)
-    if output.pooled is not None:
-        _check_pooled(output.pooled)
+    if output.parts:
+        output.parts = tuple(part.checked(vocab_size) for part in output.parts)
     return output
 
 
@@ -151,21 +148,6 @@ def _fail_invalid_tokens(output: StepOutput, vocab_size: int) -> None:
     output.rows, output.token_ids = output.rows[stays], token_ids[is_valid]
     output.token_lens, output.draft_lens = lens[stays], None
     output.logprobs = None if output.logprobs is None else output.logprobs.select(is_valid)
-
-
-def _valid_candidates(found: BeamCandidates, vocab_size: int) -> BeamCandidates:
-    """The candidates of all rows but those with an invalid candidate, which fail for lack of candidates."""
-    is_valid = (found.token_ids < vocab_size) & (found.logprobs < np.inf)  # false for NaN
-    return found if is_valid.all() else found.without(found.rows[~is_valid].astype(np.int64))
-
-
-def _check_pooled(found: PooledRows) -> None:
-    if len(np.unique(found.rows)) < len(found.rows):
-        raise WireError(f"pooled_rows has a row twice: {found.rows.tolist()}")
-    if int(found.lens.max()) > MAX_POOLED_NUMBERS or not found.lens.all():
-        raise WireError(f"a pooled row has {int(found.lens.max())} numbers; expected 1 to {MAX_POOLED_NUMBERS}")
-    if not np.isfinite(found.values).all():
-        raise WireError("pooled_values has NaN or infinity")
 
 
 def _row_error_text(error: RowError) -> str:

@@ -21,17 +21,17 @@ from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.core.sequence import Feature, Features, RowOptions, SequenceGroup
 from scheduler_svc.workers.wire import step_batch_to_proto
-from step_protocol.messages import (
+from step_protocol.features import (
     BeamCandidates,
+    BeamMoves,
+    ImageSteps,
     ImageWork,
     LogprobColumns,
     PooledRows,
     PromptLogprobs,
-    RowError,
-    RowErrorCode,
-    StepBatch,
-    StepOutput,
+    TakenSnapshots,
 )
+from step_protocol.messages import RowError, RowErrorCode, StepBatch, StepOutput
 from step_protocol.proto import batch_from_proto, output_from_proto, output_to_proto
 from tests.builders import make_group
 
@@ -120,9 +120,9 @@ STEPS: dict[str, Callable[[], StepBatch]] = PLAIN_STEPS | {
     "groups": lambda: opening(group(), group_tables=(u32(70), u32(90))),
     "beam": lambda: opening(group(), num_candidates=4),
     "trace": lambda: opening(group(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")),
-    "beam-moves": lambda: decode(beam_rows=u32(0, 2), beam_parents=u32(2, 2), beam_tokens=u32(8, 9)),
-    "snapshots": lambda: decode(snapshot_rows=u32(0), snapshot_positions=u32(10), snapshot_slots=u32(3)),
-    "image-work": lambda: decode(images=(ImageWork(0, 1, 2, 4),)),
+    "beam-moves": lambda: decode(parts=(BeamMoves(u32(0, 2), u32(2, 2), u32(8, 9)),)),
+    "snapshots": lambda: decode(parts=(TakenSnapshots(u32(0), u32(10), u32(3)),)),
+    "image-work": lambda: decode(parts=(ImageSteps((ImageWork(0, 1, 2, 4),)),)),
     "drafts": lambda: decode(max_query_lens=u32(0, 4)),
 }
 LOGPROBS = LogprobColumns(u32(2, 0), f32(-1, -2), u32(7, 8), u32(1))
@@ -137,9 +137,9 @@ ANSWERS: dict[str, Callable[[], StepOutput]] = {
     "answer": answer,
     "answer-errors": lambda: answer(errors=[RowError(3, "NaN", RowErrorCode.NAN), RowError(4, "")]),
     "answer-logprobs": lambda: answer(logprobs=LOGPROBS),
-    "answer-prompt-logprobs": lambda: answer(prompt_logprobs=PromptLogprobs(u32(1), u32(4), PROCESSED)),
-    "answer-beams": lambda: answer(candidates=BeamCandidates(u32(0, 0), u32(9, 8), f32(-0.5, -0.75))),
-    "answer-pooled": lambda: answer(pooled=PooledRows(u32(6), u32(2), f32(1, 2))),
+    "answer-prompt-logprobs": lambda: answer(parts=(PromptLogprobs(u32(1), u32(4), PROCESSED),)),
+    "answer-beams": lambda: answer(parts=(BeamCandidates(u32(0, 0), u32(9, 8), f32(-0.5, -0.75)),)),
+    "answer-pooled": lambda: answer(parts=(PooledRows(u32(6), u32(2), f32(1, 2)),)),
     "answer-drafts": lambda: StepOutput(
         7, u32(0, 2), u32(11, 12, 13), token_lens=u32(1, 2), draft_lens=u32(0, 4), forward_us=99
     ),

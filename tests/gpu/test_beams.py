@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from step_protocol.features import BeamCandidates, BeamMoves
 from step_protocol.messages import NO_RULES, RowErrorCode, RowOpen, StepBatch, TokenRules
 from tests.gpu.builders import DEVICE
 from tests.gpu.driver import DeviceDriver, load
@@ -60,7 +61,7 @@ def move(driver, moves):
     columns = (u32(*column) for column in (*zip(*copies, strict=True), *zip(*changes, strict=True)))
     names = ("copy_src", "copy_dst", "table_rows", "table_indices", "table_blocks")
     parents, ids = zip(*moves, strict=True)
-    driver.add(beam_rows=u32(*BEAMS), beam_parents=u32(*parents), beam_tokens=u32(*ids))
+    driver.add(parts=(BeamMoves(u32(*BEAMS), u32(*parents), u32(*ids)),))
     driver.add(**dict(zip(names, columns, strict=False)))
 
 
@@ -71,9 +72,9 @@ def search(driver, prompt, others=(), **fields):
     totals = [0.0] * WIDTH
     for length in range(1, NUM_TOKENS + 1):
         assert driver.errors == []
-        assert len(output.candidates.rows) == WIDTH * WIDTH
-        found = zip(output.candidates.rows.tolist(), output.candidates.token_ids.tolist(),
-                    output.candidates.logprobs.tolist(), strict=True)  # fmt: skip
+        of_beams = output.part(BeamCandidates)
+        assert len(of_beams.rows) == WIDTH * WIDTH
+        found = zip(of_beams.rows.tolist(), of_beams.token_ids.tolist(), of_beams.logprobs.tolist(), strict=True)
         is_first = length == 1  # all beams are the same
         ranked = [(totals[row] + value, row, token) for row, token, value in found if not (is_first and row)]
         best = sorted(ranked, reverse=True)[:WIDTH]
@@ -141,7 +142,7 @@ def test_a_beam_with_nan_fails_alone(qwen3):
     driver.open(1, bad, num_candidates=5)
     output = driver.step({0: 8, 1: 8})
     assert [(error.row, error.code) for error in driver.errors] == [(1, RowErrorCode.NAN)]
-    assert output.candidates.rows.tolist() == [0] * 4
+    assert output.part(BeamCandidates).rows.tolist() == [0] * 4
 
 
 def candidates(logits, beams, group=ALONE):
@@ -191,7 +192,7 @@ def test_a_token_that_arrives_late_does_not_replace_that_of_a_moved_beam():
     generations = rows.generations(both).copy()
     none = u32()
     step = StepBatch(1, none, none, none, np.empty(0, np.bool_), none)
-    step.beam_rows, step.beam_parents, step.beam_tokens = u32(1), u32(0), u32(7)
+    step.add(BeamMoves(u32(1), u32(0), u32(7)))
     beams.apply(step, errors)
     rows.fill(both, generations, ends, u32(11, 12))
     assert not errors

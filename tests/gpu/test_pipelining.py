@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from quire.internal.v1 import worker_pb2
 
-from step_protocol.messages import EMPTY, BadBatchError, StepOutput
+from step_protocol.columns import EMPTY
+from step_protocol.messages import BadBatchError, StepOutput
 from worker_svc.executor import StepExecutor
 
 EPOCH = 9

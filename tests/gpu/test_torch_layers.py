@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from step_protocol.messages import ImageWork, Pooling, PoolingKind, PoolingTask
+from step_protocol.features import ImageSteps, ImageWork, Pooling, PoolingKind, PoolingTask
 from tests.embedding_models import MAX_LENGTH, VOCAB_SIZE, make_cross_encoder
 from tests.gpu.driver import DeviceDriver
 from tests.gpu.driver import load as load_device
@@ -68,7 +68,7 @@ def test_bits_of_rows_with_images_do_not_depend_on_batch_and_chunks(folder):
         if found is ONE:
             alone.step({row: start})
             for done in (11, 30):
-                alone.add(images=(ImageWork(row, start, done, 30),))
+                alone.add(parts=(ImageSteps((ImageWork(row, start, done, 30),)),))
                 alone.step({})
         alone.prefill(row)
         alone.decode([row], len(crowd.rows[row].output) - 1)

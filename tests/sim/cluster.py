@@ -36,7 +36,8 @@ from scheduler_svc.core.messages import CacheGroup, Deltas, Finished, RowAssignm
 from scheduler_svc.core.policy import TierKind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
-from step_protocol.messages import EMPTY, StepOutput
+from step_protocol.columns import EMPTY
+from step_protocol.messages import StepOutput
 from tests.builders import make_features
 from tests.invariants import check_scheduler
 from tests.sim import symbolic_model

@@ -13,6 +13,7 @@ import numpy as np
 
 from prefix_index.hashing import group_digest
 from scheduler_svc.core.messages import CachedBlock, CacheGroup, RowAssignment
+from step_protocol.features import BeamMoves
 from step_protocol.messages import StepBatch
 from tests.sim.violation import POISON, Violation
 
@@ -131,7 +132,8 @@ class SymbolicGroup:
 
     def _change_tables(self, batch: StepBatch, fresh: list[tuple[int, int]]) -> None:
         copied = dict(zip(batch.copy_dst.tolist(), batch.copy_src.tolist(), strict=True))
-        parents = dict(zip(batch.beam_rows.tolist(), batch.beam_parents.tolist(), strict=True))
+        moves = batch.part(BeamMoves)
+        parents = dict(zip(moves.rows.tolist(), moves.parents.tolist(), strict=True)) if moves else {}
         taken = {row: self.table[parent, : self.table_len[parent]].tolist() for row, parent in parents.items()}
         changes = zip(batch.table_rows.tolist(), batch.table_indices.tolist(), batch.table_blocks.tolist(), strict=True)
         for row, index, block in changes:

@@ -35,7 +35,9 @@ from scheduler_svc.core.features.adapters import adapter_of
 from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.messages import CachedBlock, RowAssignment, WorkerCapacity
 from scheduler_svc.core.sequence import SequenceGroup
-from step_protocol.messages import EMPTY, BeamCandidates, PooledRows, RowError, StepBatch, StepOutput
+from step_protocol.columns import EMPTY
+from step_protocol.features import BeamCandidates, BeamMoves, PooledRows, TakenSnapshots
+from step_protocol.messages import RowError, StepBatch, StepOutput
 from tests.builders import inputs_in
 from tests.sim import symbolic_model
 from tests.sim.inputs import with_contents
@@ -260,8 +262,8 @@ class SymbolicWorker:
             self._copy(batch, {block for _, block in fresh})
         if len(batch.commit_blocks):
             self._commit(batch, num_acked)
-        if len(batch.beam_rows):
-            self._move_beams(batch)
+        if (moves := batch.part(BeamMoves)) is not None:
+            self._move_beams(moves)
         if batch.max_query_lens is not None:
             batch = self._with_drafts(batch, num_acked)
         rows, broken = self._forward(batch)
@@ -367,13 +369,14 @@ class SymbolicWorker:
 
     def _advance_states(self, batch: StepBatch, rows: np.ndarray, starts: np.ndarray) -> None:
         """Each state follows from the one before; garbage stays garbage."""
-        taken = zip(
-            batch.snapshot_rows.tolist(), batch.snapshot_positions.tolist(), batch.snapshot_slots.tolist(), strict=True
+        taken = batch.part(TakenSnapshots)
+        columns = (
+            [[], [], []] if taken is None else [taken.rows.tolist(), taken.positions.tolist(), taken.slots.tolist()]
         )
-        wanted = {(row, position): slot for row, position, slot in taken}
+        wanted = {(row, position): slot for row, position, slot in zip(*columns, strict=True)}
         slots = set(wanted.values())
-        if len(slots) < len(batch.snapshot_slots) or (slots and max(slots) >= self.capacity.num_snapshots):
-            raise Violation(f"takes snapshots in slots {batch.snapshot_slots.tolist()}")
+        if len(slots) < len(columns[2]) or (slots and max(slots) >= self.capacity.num_snapshots):
+            raise Violation(f"takes snapshots in slots {columns[2]}")
         for slot in slots:
             self.snapshots.pop(slot, None)
         for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
@@ -420,7 +423,8 @@ class SymbolicWorker:
 
     def _change_tables(self, batch: StepBatch, fresh: list[tuple[int, int]]) -> None:
         bs, copied = self.capacity.block_size, dict(zip(batch.copy_dst.tolist(), batch.copy_src.tolist(), strict=True))
-        parents = dict(zip(batch.beam_rows.tolist(), batch.beam_parents.tolist(), strict=True))
+        moves = batch.part(BeamMoves)
+        parents = dict(zip(moves.rows.tolist(), moves.parents.tolist(), strict=True)) if moves else {}
         taken = {row: self.table[parent, : self.table_len[parent]].tolist() for row, parent in parents.items()}
         changes = zip(batch.table_rows.tolist(), batch.table_indices.tolist(), batch.table_blocks.tolist(), strict=True)
         for row, index, block in changes:
@@ -504,9 +508,9 @@ class SymbolicWorker:
             self.duplicates.add(digest)
         self.holder.setdefault(digest, block)
 
-    def _move_beams(self, batch: StepBatch) -> None:
-        rows, parents = batch.beam_rows.astype(np.int64), batch.beam_parents.astype(np.int64)
-        for row, parent, token in zip(rows.tolist(), parents.tolist(), batch.beam_tokens.tolist(), strict=True):
+    def _move_beams(self, moves: BeamMoves) -> None:
+        rows, parents = moves.rows.astype(np.int64), moves.parents.astype(np.int64)
+        for row, parent, token in zip(rows.tolist(), parents.tolist(), moves.tokens.tolist(), strict=True):
             self._need_open(row, "moves beam")
             self._need_open(parent, "moves a beam to")
             if self.group[row].group is not self.group[parent].group or not self.num_candidates[row]:
@@ -516,8 +520,8 @@ class SymbolicWorker:
         ends = self.num_computed_tokens[parents]
         tokens, digests = self.tokens[parents], self.digests[parents]
         self.tokens[rows], self.digests[rows] = tokens, digests
-        self.tokens[rows, ends] = batch.beam_tokens
-        terms = symbolic_model.term_column(batch.beam_tokens.astype(np.uint64), self._places[ends])
+        self.tokens[rows, ends] = moves.tokens
+        terms = symbolic_model.term_column(moves.tokens.astype(np.uint64), self._places[ends])
         self.digests[rows, ends] = digests[np.arange(len(rows)), ends - 1] + terms
         self.history_len[rows], self.num_computed_tokens[rows] = ends + 1, ends
         self.state[rows] = self.state[parents]
@@ -818,7 +822,7 @@ class SymbolicWorker:
         if broken:
             self.failed_requests.update(self.group[row].group.request_id for row in broken)
             broken = [row for row in broken if not self.is_silent[row] or row not in asked]
-        return StepOutput(
+        output = StepOutput(
             worker_id=batch.worker_id,
             step_id=batch.step_id,
             rows=samplers.astype(np.uint32),
@@ -826,9 +830,10 @@ class SymbolicWorker:
             token_lens=lens.astype(np.uint32) if is_drafted.any() else None,
             draft_lens=self._wanted(samplers, batch.step_id),
             errors=[RowError(row, "simulated failure") for row in broken],
-            candidates=BeamCandidates(*candidates),
-            pooled=self._pooled([row for row in rows.tolist() if row not in broken]),
         )
+        output.add(BeamCandidates(*candidates) if len(candidates[0]) else None)
+        output.add(self._pooled([row for row in rows.tolist() if row not in broken]))
+        return output
 
     def _newest(self, rows: np.ndarray, lens: np.ndarray) -> np.ndarray:
         """The newest tokens of each row."""

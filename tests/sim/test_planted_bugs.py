@@ -38,7 +38,8 @@ from scheduler_svc.core.speculation import Speculation
 from scheduler_svc.core.step_planner import StepPlanner
 from scheduler_svc.core.windows import Windows
 from scheduler_svc.core.worker_state import InFlightStep, StepPlan, WorkerState
-from step_protocol.messages import PooledRows, StepBatch
+from step_protocol.features import BeamMoves, PooledRows
+from step_protocol.messages import StepBatch
 from tests.sim import tiers
 from tests.sim.cluster import Cluster
 from tests.sim.simulation import run_seed
@@ -700,7 +701,7 @@ def scores_lost_at_a_preemption(patch: Patch) -> None:
     "|published a prefix|without a copy"
 )
 def moves_not_sent(patch: Patch) -> None:
-    change_batches(patch, lambda b: replace(b, beam_rows=b.beam_rows[:0], beam_parents=b.beam_parents[:0]))
+    change_batches(patch, lambda b: replace(b, parts=tuple(p for p in b.parts if not isinstance(p, BeamMoves))))
 
 
 @bug("did not end within|no progress", first_seed=17)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from request_fields.fields import SamplingParams
 from request_fields.inputs import ImageShape
-from step_protocol.messages import PoolingKind
+from step_protocol.features import PoolingKind
 
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 Dtype = Literal[ComputeDtype, "auto"]

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from step_protocol.columns import I64, U32
-from step_protocol.messages import EMPTY, BadBatchError, RowErrorCode, StepBatch, StepOutput
+from step_protocol.columns import EMPTY, I64, U32
+from step_protocol.messages import BadBatchError, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.backend import ForwardBatch, LayerBackend
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo
@@ -127,8 +127,8 @@ class ModelRunner(UpdatableWeights, StepRunner):
     def _run_step(self, batch: StepBatch, errors: RowErrors) -> StepOutput | None:
         if self._is_asleep and len(batch.rows):
             raise BadBatchError("the weights of this worker sleep; wake it first")
-        if batch.images and self.images is not None:
-            self.images.work(batch.images, self._tables.inputs)
+        if batch.parts and self.images is not None:
+            self.images.work(batch, self._tables.inputs)
         plan = self._checker.check(batch, errors)
         return self._run(batch, plan, errors) if len(plan.rows) else None
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import EMPTY, BadBatchError, RowErrorCode, StepBatch, StepOutput
+from step_protocol.columns import EMPTY, I64, U32, Bools
+from step_protocol.messages import BadBatchError, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.decoder.block_payload import Movable
 from worker_svc.engine.rows.open_rows import OpenRows
@@ -144,7 +144,7 @@ class StepRunner(ABC):
             self._copy_blocks(*copies)
         if len(batch.commit_blocks):
             self._commit(batch.commit_blocks.astype(np.int64), batch.commit_digests)
-        if len(batch.beam_rows):
+        if batch.parts:
             self._tables.beams.apply(batch, errors)
         return copies
 

@@ -20,19 +20,9 @@ import numpy.typing as npt
 import xxhash
 
 from prefix_index.content_ids import content_ids, input_digest
-from step_protocol.columns import F32, I64, U32, Bools
-from step_protocol.messages import (
-    EMPTY,
-    NO_CANDIDATES,
-    BeamCandidates,
-    CarriedInput,
-    LogprobColumns,
-    PromptLogprobs,
-    RowErrorCode,
-    RowOpen,
-    StepBatch,
-    StepOutput,
-)
+from step_protocol.columns import EMPTY, F32, I64, U32, Bools
+from step_protocol.features import BeamCandidates, LogprobColumns, PromptLogprobs
+from step_protocol.messages import CarriedInput, RowErrorCode, RowOpen, StepBatch, StepOutput
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.backend import TopLogprobs
@@ -225,9 +215,9 @@ class SimRunner(StepRunner):
             EMPTY,
             EMPTY,
             logprobs=self._logprobs(rows, positions, token_ids),
-            prompt_logprobs=self._prompt_logprobs(plan, plan.rows[is_wrong]),
-            candidates=NO_CANDIDATES if beams is None else self._candidates(beams, rows, positions),
         )
+        output.add(self._prompt_logprobs(plan, plan.rows[is_wrong]))
+        output.add(None if beams is None else self._candidates(beams, rows, positions))
         self._append_samples(plan, rows, positions, token_ids, output)
         self._histories.append(rows, positions, self._tables.positions.shifted(rows, positions), token_ids)
         return output

@@ -22,6 +22,7 @@ from scheduler_svc.core.rows import BlockTables
 from scheduler_svc.core.sequence import Completion, Feature, Sequence, SequenceGroup
 from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerPart, WorkerState
 from step_protocol.columns import I64, U32
+from step_protocol.features import NO_CANDIDATES, BeamCandidates, BeamMoves
 from step_protocol.messages import RowError, StepBatch, StepOutput
 
 
@@ -100,8 +101,8 @@ class BeamRows(WorkerPart):
             return
         moves, tables = self._moves, self._tables
         self._moves, self._tables = {}, {}
-        batch.beam_rows = np.array(list(moves), dtype=np.uint32)
-        batch.beam_parents, batch.beam_tokens = np.array(list(moves.values()), dtype=np.uint32).T
+        parents, tokens = np.array(list(moves.values()), dtype=np.uint32).T
+        batch.add(BeamMoves(np.array(list(moves), dtype=np.uint32), parents, tokens))
         if tables:
             rows = np.repeat(np.array(list(tables)), [len(indices) for indices, _ in tables.values()])
             indices = np.concatenate([indices for indices, _ in tables.values()])
@@ -138,7 +139,7 @@ class BeamRows(WorkerPart):
 
     def _put(self, seq: Sequence, row: int, output: StepOutput) -> RowError | None:
         """Store the candidates of a beam. Returns a failure if the worker did not return as many as requested."""
-        search, found = seq.group.features.get(Beams).search, output.candidates
+        search, found = seq.group.features.get(Beams).search, output.part(BeamCandidates) or NO_CANDIDATES
         is_mine, expected = found.rows == row, self._num_candidates(search)
         candidates = Candidates(found.token_ids[is_mine], found.logprobs[is_mine])
         if len(candidates.token_ids) != expected:

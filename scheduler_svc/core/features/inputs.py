@@ -15,7 +15,8 @@ from prefix_index.hashing import extra_keys
 from scheduler_svc.core.messages import RowAssignment
 from scheduler_svc.core.sequence import Feature, Sequence
 from scheduler_svc.core.worker_state import StepPlan, WorkerPart, WorkerState
-from step_protocol.messages import ImageWork, StepBatch
+from step_protocol.features import ImageSteps, ImageWork
+from step_protocol.messages import StepBatch
 
 
 class Carried(Protocol):
@@ -102,7 +103,9 @@ class InputRows(WorkerPart):
         return count
 
     def fill(self, batch: StepBatch) -> None:
-        batch.images, self._planned = self._planned, []
+        if self._planned:
+            batch.add(ImageSteps(tuple(self._planned)))
+            self._planned = []
 
     def close(self, row: int) -> None:
         self._waiting.pop(row, None)

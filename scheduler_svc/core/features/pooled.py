@@ -11,6 +11,7 @@ from scheduler_svc.core.messages import Deltas, RowAssignment, pooled_deltas
 from scheduler_svc.core.sequence import Feature, Sequence, SequenceGroup
 from scheduler_svc.core.worker_state import InFlightStep, StepPlan, WorkerPart, WorkerState
 from step_protocol.columns import Bools
+from step_protocol.features import PooledRows
 from step_protocol.messages import RowError, StepOutput
 
 
@@ -28,7 +29,8 @@ class PoolingRows(WorkerPart):
         complete = [row for row in step.prompt_only if row in self._rows and row not in step.closed]
         if not complete:
             return []
-        numbers = {} if output.pooled is None else output.pooled.of_row()
+        pooled = output.part(PooledRows)
+        numbers = {} if pooled is None else pooled.of_row()
         r = self.worker.rows
         found = [(r.owner.item(row), r.handle.item(row), numbers[row]) for row in complete if row in numbers]
         deltas.pooled = pooled_deltas(found)

@@ -10,6 +10,7 @@ from scheduler_svc.core.messages import Deltas, PromptDeltas, RowAssignment
 from scheduler_svc.core.sequence import Feature, FinishReason, Sequence, SequenceGroup
 from scheduler_svc.core.worker_state import InFlightStep, StepPlan, WorkerPart, WorkerState
 from step_protocol.columns import Bools
+from step_protocol.features import PromptLogprobs
 from step_protocol.messages import RowError, StepOutput
 
 
@@ -59,7 +60,7 @@ class PromptRows(WorkerPart):
 
     def read(self, step: InFlightStep, output: StepOutput, is_open: Bools | None, deltas: Deltas) -> list[RowError]:
         """Takes the new prompt positions of the rows of this step, and records them as delivered."""
-        found = output.prompt_logprobs
+        found = output.part(PromptLogprobs)
         if found is None:
             return []
         is_new, groups = np.zeros(len(found.rows), dtype=np.bool_), dict[int, SequenceGroup]()

@@ -49,6 +49,7 @@ from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.speculation import Accepted
 from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerPart, WorkerState
 from step_protocol.columns import U32, Bools
+from step_protocol.features import TakenSnapshots
 from step_protocol.messages import RowError, StepBatch, StepOutput
 
 
@@ -166,7 +167,7 @@ class Snapshots(WorkerPart):
             return
         self._in_flight[batch.step_id] = taken
         columns = [(one.row, one.position, one.slot) for one in taken]
-        batch.snapshot_rows, batch.snapshot_positions, batch.snapshot_slots = np.array(columns, np.uint32).T.copy()
+        batch.add(TakenSnapshots(*np.array(columns, np.uint32).T.copy()))
 
     @property
     def has_changes(self) -> bool:

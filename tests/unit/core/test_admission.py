@@ -10,7 +10,7 @@ from scheduler_svc.core.policy import excess_blocks, steps_to_retry
 from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence, SequenceData
 from scheduler_svc.core.worker_state import WorkerState
-from step_protocol.messages import EMPTY
+from step_protocol.columns import EMPTY
 from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
 from tests.unit.core.calls import count_calls
 

@@ -10,7 +10,9 @@ from request_fields.beams import BeamParams
 from scheduler_svc.core.messages import Deltas, Finished
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
-from step_protocol.messages import EMPTY, BeamCandidates, RowError, StepBatch, StepOutput
+from step_protocol.columns import EMPTY
+from step_protocol.features import BeamCandidates
+from step_protocol.messages import RowError, StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.invariants import check_scheduler
 
@@ -29,7 +31,7 @@ def answer_beams(scheduler: Scheduler, batch: StepBatch, *, fails: bool = False)
     candidates = BeamCandidates(
         np.repeat(rows, 4), np.tile(u32(5, 6, 7, 8), len(rows)), np.tile(-1 - spread * np.arange(4), len(rows))
     )
-    output = StepOutput(batch.step_id, rows, np.zeros_like(rows), candidates=candidates, worker_id=batch.worker_id)
+    output = StepOutput(batch.step_id, rows, np.zeros_like(rows), parts=(candidates,), worker_id=batch.worker_id)
     return scheduler.update(output, 0.0)
 
 

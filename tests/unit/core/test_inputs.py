@@ -13,6 +13,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import QueueFullError
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from step_protocol.features import ImageSteps, ImageWork
 from step_protocol.messages import StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
 from tests.invariants import check_scheduler
@@ -23,6 +24,11 @@ class Carried:
     start: int
     length: int
     digest: bytes = b"d" * 16
+
+
+def image_work(batch: StepBatch) -> tuple[ImageWork, ...]:
+    found = batch.part(ImageSteps)
+    return () if found is None else found.work
 
 
 def request(name: str, prompt: Any = 20, *spans: tuple[int, int], num_bytes: int = 100, **fields: Any) -> SequenceGroup:
@@ -147,7 +153,7 @@ def test_the_work_on_an_image_takes_the_tokens_of_steps() -> None:
         (batch,) = scheduler.schedule(0.0)
         rows = dict(zip(batch.rows.tolist(), batch.query_lens.tolist(), strict=True))
         assert rows.pop(0) == 1
-        steps.append((rows.get(1, 0), [(work.start, work.done) for work in batch.images]))
+        steps.append((rows.get(1, 0), [(work.start, work.done) for work in image_work(batch)]))
         assert sum(rows.values()) + 1 <= 16
         answer(scheduler, batch)
     assert steps[:6] == [
@@ -167,13 +173,13 @@ def test_a_row_with_an_image_alone_is_computed() -> None:
     group = request("image", 20, (0, 12), image_work=((0, 30),), max_tokens=4)
     scheduler.add_group(group, 0.0)
     first = scheduler.schedule(0.0) + scheduler.schedule(0.0)
-    assert [[work.done for work in batch.images] for batch in first] == [[8], [16]]
+    assert [[work.done for work in image_work(batch)] for batch in first] == [[8], [16]]
     for batch in first:
         answer(scheduler, batch)
     run_to_end(scheduler)
     scheduler.add_group(request("again", 20, (0, 12), image_work=((0, 30),)), 0.0)
     for batch in scheduler.schedule(0.0):
-        assert not batch.images
+        assert not image_work(batch)
         answer(scheduler, batch)
     run_to_end(scheduler)
 
@@ -193,7 +199,7 @@ def test_the_last_token_of_a_prompt_waits_for_its_image(
     done = 0
     while not done or scheduler.has_work:
         (batch,) = scheduler.schedule(0.0)
-        done = max([done, *(work.done for work in batch.images)])
+        done = max([done, *(work.done for work in image_work(batch))])
         is_last = bool(len(batch.rows)) and batch.context_lens[0] + batch.query_lens[0] >= num_prompt
         assert done == 20 or not is_last, "the last token is computed before its image"
         check_scheduler(scheduler)

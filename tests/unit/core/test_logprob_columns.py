@@ -14,7 +14,8 @@ from scheduler_svc.core.messages import Deltas, PromptDeltas, merge_deltas, spli
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.gateways import wire
-from step_protocol.messages import LogprobColumns, PromptLogprobs, StepBatch, StepOutput
+from step_protocol.features import LogprobColumns, PromptLogprobs
+from step_protocol.messages import StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.invariants import check_scheduler
 
@@ -109,9 +110,8 @@ class Worker:
             rows += [row] * max(0, end - context)
         found = PromptLogprobs(u32(*rows), u32(*positions), columns(*[1] * len(rows))) if rows else None
         sampled = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
-        output = StepOutput(
-            batch.step_id, sampled, np.full_like(sampled, 9), prompt_logprobs=found, worker_id=batch.worker_id
-        )
+        output = StepOutput(batch.step_id, sampled, np.full_like(sampled, 9), worker_id=batch.worker_id)
+        output.add(found)
         self.note(self.scheduler.update(output, 0.0))
 
     def note(self, deltas: Deltas) -> None:
@@ -188,7 +188,7 @@ def test_prompt_logprobs_of_an_unknown_row_are_refused() -> None:
     scheduler.add_group(make_group(4, prompt_logprobs=0), 0.0)
     batch = scheduler.schedule(0.0)[0]
     found = PromptLogprobs(u32(5), u32(1), columns(1))
-    output = StepOutput(batch.step_id, batch.rows, batch.rows, prompt_logprobs=found, worker_id=batch.worker_id)
+    output = StepOutput(batch.step_id, batch.rows, batch.rows, parts=(found,), worker_id=batch.worker_id)
     with pytest.raises(UnexpectedStepError, match="prompt_logprobs of row 5, which the step did not compute"):
         scheduler.update(output, 0.0)
 

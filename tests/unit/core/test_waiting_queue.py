@@ -11,7 +11,7 @@ from typing import Any
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QueueEntry, Sequence, SequenceData
 from scheduler_svc.core.waiting_queue import FairShare, WaitingQueue
-from step_protocol.messages import EMPTY
+from step_protocol.columns import EMPTY
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.call_counts import counted
 from tests.invariants import check_queue, check_scheduler, check_share

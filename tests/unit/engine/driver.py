@@ -12,12 +12,11 @@ import torch
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar
 from step_protocol.columns import U32
+from step_protocol.features import LogprobColumns, PooledRows, Pooling, PromptLogprobs
 from step_protocol.messages import (
     NO_RULES,
     CarriedInput,
     ImageSpan,
-    LogprobColumns,
-    Pooling,
     RowError,
     RowOpen,
     StepBatch,
@@ -228,9 +227,8 @@ class Driver:
         self.errors.extend(output.errors)
         failed = {error.row for error in output.errors}
         self._record_scores(output)
-        if output.pooled is not None:
-            ends = np.cumsum(output.pooled.lens)[:-1]
-            self.pooled |= zip(output.pooled.rows.tolist(), np.split(output.pooled.values, ends), strict=True)
+        if (pooled := output.part(PooledRows)) is not None:
+            self.pooled |= pooled.of_row()
         for row, count in query_lens.items():
             if row not in failed:
                 self.rows[row].computed += count
@@ -247,7 +245,7 @@ class Driver:
         if output.logprobs is not None:
             positions = [len(self.rows[row].tokens) for row in output.rows.tolist()]
             found += zip(output.rows.tolist(), positions, scores_of(output.logprobs), strict=True)
-        if (prompt := output.prompt_logprobs) is not None:
+        if (prompt := output.part(PromptLogprobs)) is not None:
             found += zip(prompt.rows.tolist(), prompt.positions.tolist(), scores_of(prompt.columns), strict=True)
         for row, position, score in found:
             if score is not None:

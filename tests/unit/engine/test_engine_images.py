@@ -12,7 +12,8 @@ from request_fields.fields import StopCondition
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.sequence import Features
 from step_protocol.columns import u32_to_bytes
-from step_protocol.messages import ImageSpan, ImageWork, RowOpen
+from step_protocol.features import ImageSteps, ImageWork
+from step_protocol.messages import ImageSpan, RowOpen
 from tests.carried import to_proto
 from tests.speculating import GivenDrafts, NoTimes, System
 from tests.unit.engine.driver import GREEDY, Driver, u32
@@ -204,10 +205,10 @@ def test_work_in_slices_gives_the_same_bits(folder):
     whole = Driver(load(folder))
     open_row(whole, 0, ONE)
     start = ONE.spans[0].start
-    whole.add(images=(ImageWork(0, start, 1, 30),))
+    whole.add(parts=(ImageSteps((ImageWork(0, start, 1, 30),)),))
     whole.step({0: start})
     for done in (11, 29, 30):
-        whole.add(images=(ImageWork(0, start, done, 30), ImageWork(5, 0, 1, 1)))  # row 5 is not open
+        whole.add(parts=(ImageSteps((ImageWork(0, start, done, 30), ImageWork(5, 0, 1, 1))),))  # row 5 is not open
         whole.step({})
     assert whole.runner.images.num_encoded == 1
     whole.prefill(0)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from prefix_index.hashing import state_id
+from step_protocol.features import TakenSnapshots
 from step_protocol.messages import NO_RULES, BadBatchError
 from tests.unit.engine.driver import Driver, seeded, u32
 from tests.unit.engine.models import RECURRENT, load_reference, make_model
@@ -52,7 +53,7 @@ def state_of(driver: Driver, row: int) -> bytes:
 def take(driver: Driver, *taken: tuple[int, int, int]) -> None:
     """Snapshots of the next step: row, position, slot."""
     rows, positions, slots = (u32(*column) for column in zip(*taken, strict=True))
-    driver.add(snapshot_rows=rows, snapshot_positions=positions, snapshot_slots=slots)
+    driver.add(parts=(TakenSnapshots(rows, positions, slots),))
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.deep)])

@@ -13,7 +13,8 @@ import numpy as np
 from quire_client.demo import demo_model_dir
 
 from request_fields.fields import SamplingParams
-from step_protocol.messages import EMPTY, RowOpen, StepBatch
+from step_protocol.columns import EMPTY
+from step_protocol.messages import RowOpen, StepBatch
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
 

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from quire.internal.v1 import worker_pb2
 
 from step_protocol.columns import WireError
-from step_protocol.messages import (
+from step_protocol.features import (
     BeamCandidates,
+    BeamMoves,
+    ImageSteps,
     ImageWork,
     LogprobColumns,
     PooledRows,
     PromptLogprobs,
-    RowError,
-    RowErrorCode,
-    StepBatch,
-    StepOutput,
+    TakenSnapshots,
 )
+from step_protocol.messages import RowError, RowErrorCode, StepBatch, StepOutput
 from step_protocol.proto import CHANGES, batch_from_proto, batch_to_proto, output_from_proto, output_to_proto
 
 IDS = st.integers(0, 2**32 - 1)
@@ -48,8 +48,13 @@ def batches(draw: st.DrawFn) -> StepBatch:
         context_lens=draw(id_columns(num_rows)),
         sample_mask=np.array(draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows)), np.bool_),
         slot_mapping=draw(id_columns(sum(query_lens))),
-        images=tuple(ImageWork(draw(IDS), draw(IDS), 1, 2) for _ in range(draw(st.integers(0, 2)))),
     )
+    if length := draw(st.integers(0, 2)):
+        batch.add(BeamMoves(*(draw(id_columns(length)) for _ in BeamMoves.FIELDS)))
+    if count := draw(st.integers(0, 2)):
+        batch.add(ImageSteps(tuple(ImageWork(draw(IDS), draw(IDS), 1, 2) for _ in range(count))))
+    if length := draw(st.integers(0, 2)):
+        batch.add(TakenSnapshots(*(draw(id_columns(length)) for _ in TakenSnapshots.FIELDS)))
     for names in CHANGES:
         length = draw(st.integers(0, 2))
         for name in names if length else ():
@@ -66,6 +71,8 @@ def plain(value: Any) -> Any:
         return value.tolist()
     if hasattr(value, "__dataclass_fields__"):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
     return value
 
 
@@ -82,10 +89,11 @@ def test_a_step_arrives_as_it_was_sent(batch: StepBatch) -> None:
 
 def test_the_test_above_fills_every_column() -> None:
     always = {"step_id", "rows", "query_lens", "context_lens", "sample_mask", "slot_mapping"}
-    sometimes = {"commit_digests", "images", "max_query_lens", *(name for group in CHANGES for name in group)}
+    sometimes = {"commit_digests", "parts", "max_query_lens", *(name for group in CHANGES for name in group)}
     assert {field.name for field in fields(StepBatch)} == always | sometimes | ONE_SIDE_ONLY
 
 
+PROMPT = LogprobColumns(u32(1), np.array([-3], np.float32), u32(6), u32(2))
 ANSWER = StepOutput(
     step_id=5,
     rows=u32(1, 2),
@@ -95,9 +103,11 @@ ANSWER = StepOutput(
     errors=[RowError(3, "NaN", RowErrorCode.NAN), RowError(4, "", RowErrorCode.INTERNAL)],
     forward_us=99,
     logprobs=LogprobColumns(u32(2, 0, 0), np.array([-1, -2], np.float32), u32(7, 8), u32(1)),
-    prompt_logprobs=PromptLogprobs(u32(1), u32(4), LogprobColumns(u32(1), np.array([-3], np.float32), u32(6), u32(2))),
-    candidates=BeamCandidates(u32(1, 1), u32(9, 8), np.array([-0.5, -0.75], np.float32)),
-    pooled=PooledRows(u32(6), u32(2), np.array([1, 2], np.float32)),
+    parts=(
+        PromptLogprobs(u32(1), u32(4), PROMPT),
+        BeamCandidates(u32(1, 1), u32(9, 8), np.array([-0.5, -0.75], np.float32)),
+        PooledRows(u32(6), u32(2), np.array([1, 2], np.float32)),
+    ),
 )
 BARE = StepOutput(step_id=6, rows=u32(), token_ids=u32())
 
@@ -109,12 +119,13 @@ def test_an_answer_arrives_as_it_was_sent(output: StepOutput) -> None:
     assert plain(output_from_proto(message)) == plain(output)
 
 
-FOLLOWERS = [(names[0], name) for names in CHANGES for name in names[1:]]
+GROUPS = (*CHANGES, BeamMoves.FIELDS, TakenSnapshots.FIELDS)
+FOLLOWERS = [(names[0], name) for names in GROUPS for name in names[1:]]
 
 
 @pytest.mark.parametrize(("first", "name"), FOLLOWERS)
 def test_columns_of_different_length_are_refused(first: str, name: str) -> None:
-    others = {other: u32(1, 2).tobytes() for group in CHANGES if group[0] == first for other in group}
+    others = {other: u32(1, 2).tobytes() for group in GROUPS if group[0] == first for other in group}
     for columns in (others | {name: u32(1).tobytes()}, {name: u32(1).tobytes()}):
         with pytest.raises(WireError, match=name) as caught:
             batch_from_proto(worker_pb2.StepBatch(**columns))
@@ -145,9 +156,13 @@ def test_a_malformed_column_is_named(field: str) -> None:
     ("name", "value", "says"),
     [
         ("token_ids", u32(7), "2 rows but 1 token_ids"),
-        ("candidates", replace(ANSWER.candidates, token_ids=u32(9)), "2 candidate_rows, 1 candidate_ids"),
-        ("pooled", PooledRows(u32(6), u32(3), np.array([1, 2], np.float32)), "1 pooled_lens and 2 pooled_values"),
-        ("prompt_logprobs", replace(ANSWER.prompt_logprobs, rows=u32(1, 2)), "2 prompt_rows but 1 prompt_positions"),  # type: ignore[type-var]
+        (
+            "parts",
+            (BeamCandidates(u32(1, 1), u32(9), np.zeros(2, np.float32)),),
+            "candidate_ids has 1 items, expected 2",
+        ),
+        ("parts", (PooledRows(u32(6), u32(3), np.zeros(2, np.float32)),), "pooled_values has 2 items, expected 3"),
+        ("parts", (PromptLogprobs(u32(1, 2), u32(4), PROMPT),), "prompt_positions has 1 items, expected 2"),
         ("logprobs", LogprobColumns(u32(2, 0), np.zeros(2, np.float32), u32(7, 8), u32()), "0 ranks; expected 3, 2, 2"),
         ("logprobs", LogprobColumns(u32(2), np.zeros(2, np.float32), u32(7, 8), u32(1)), "1 lens"),
     ],

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from prefix_index.content_ids import input_digest
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar, GrammarKind
+from step_protocol.columns import EMPTY
 from step_protocol.messages import (
-    EMPTY,
     NO_RULES,
     CarriedInput,
     ImageSpan,

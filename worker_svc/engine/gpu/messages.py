@@ -22,18 +22,8 @@ from safetensors.torch import load, save
 
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar, GrammarKind
-from step_protocol.messages import (
-    CarriedInput,
-    EncoderInput,
-    ImageSpan,
-    ImageWork,
-    Pooling,
-    PoolingKind,
-    PoolingTask,
-    RowOpen,
-    StepBatch,
-    TokenRules,
-)
+from step_protocol.features import STEP_PARTS, ImageWork, Pooling, PoolingKind, PoolingTask
+from step_protocol.messages import CarriedInput, EncoderInput, ImageSpan, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.adapters.targets import Module
 from worker_svc.engine.decoder.block_contents import HASH_BYTES
@@ -42,7 +32,7 @@ CLASSES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
         StepBatch, RowOpen, SamplingParams, TokenRules, Grammar, GrammarKind, Pooling, PoolingTask, PoolingKind,
-        CarriedInput, EncoderInput, ImageSpan, ImageWork,
+        CarriedInput, EncoderInput, ImageSpan, ImageWork, *STEP_PARTS,
     )
 }  # fmt: skip
 ARRAY, BYTES, ITEMS, MAP = "array", "bytes", "items", "map"  # the other names in a head are those of classes

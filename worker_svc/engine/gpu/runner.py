@@ -237,8 +237,8 @@ class DeviceRunner(StepRunner):
         self, batch: StepBatch, plan: CheckedStep, staging: Staging, copies: tuple[I64, I64], errors: RowErrors
     ) -> Writes:
         """Launches a step whose changes are applied."""
-        if batch.images and self.images is not None:
-            self.images.work(batch.images, self._tables.inputs)
+        if batch.parts and self.images is not None:
+            self.images.work(batch, self._tables.inputs)
         token_ids, rows = self._rows.token_ids(plan.token_rows, plan.positions), plan.sampling_rows
         generations = self._rows.generations(rows)
         drafts = None if self._device_drafts is None else self._device_drafts.begin_step(batch, plan)

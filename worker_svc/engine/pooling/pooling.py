@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from step_protocol.columns import I64
-from step_protocol.messages import PooledRows, Pooling, PoolingKind, PoolingTask, RowErrorCode, RowOpen
+from step_protocol.features import PooledRows, Pooling, PoolingKind, PoolingTask
+from step_protocol.messages import RowErrorCode, RowOpen
 from worker_svc.engine.row_part import SomeRows
 from worker_svc.engine.step import Step, StepPart
 
@@ -136,7 +137,8 @@ class Pooler(StepPart):
             return
         hidden, wanted = step.model.hidden, hidden_tokens(self._chunks)
         hidden = hidden if len(hidden) == len(wanted) else hidden[wanted]
-        step.output.pooled, bad_rows = self.numbers(self._chunks, hidden, logits, step.heads)
+        numbers, bad_rows = self.numbers(self._chunks, hidden, logits, step.heads)
+        step.output.add(numbers)
         for row in bad_rows:
             step.errors.add(row, NOT_FINITE, RowErrorCode.NAN)
 

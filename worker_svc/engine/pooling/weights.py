@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from step_protocol.columns import F32
-from step_protocol.messages import Pooling, PoolingKind, PoolingTask
+from step_protocol.features import Pooling, PoolingKind, PoolingTask
 from worker_svc.engine.backend import Linear, LinearMaker, Norm
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.tensors import Checkpoint

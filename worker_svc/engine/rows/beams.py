@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from step_protocol.columns import F32, I64, U32, Bools
-from step_protocol.messages import BeamCandidates, RowOpen, StepBatch
+from step_protocol.features import BeamCandidates, BeamMoves
+from step_protocol.messages import RowOpen, StepBatch
 from worker_svc.engine.row_part import RowPart
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.step import Logits, RowErrors, Sampled, Step, StepPart
@@ -58,7 +59,10 @@ class BeamTable(RowPart, StepPart):
 
     def apply(self, batch: StepBatch, errors: RowErrors) -> None:
         """Lets beams continue other beams. An invalid row fails and is closed."""
-        rows, parents, token_ids = batch.beam_rows, batch.beam_parents, batch.beam_tokens
+        moves = batch.part(BeamMoves)
+        if moves is None:
+            return
+        rows, parents, token_ids = moves.rows, moves.parents, moves.tokens
         is_good = self._are_beams(rows) & self._are_beams(parents) & (token_ids < self._rows.vocab_size)
         for row in rows[~is_good].tolist():
             self._rows.fail(
@@ -86,7 +90,7 @@ class BeamTable(RowPart, StepPart):
 
     def sampled(self, step: Step, logits: Logits, found: Sampled) -> None:
         if (beams := self.lines(logits.rows)) is not None:
-            step.output.candidates = best_candidates(logits.values, beams).without(logits.rows[~found.is_good])
+            step.output.add(best_candidates(logits.values, beams).without(logits.rows[~found.is_good]))
 
 
 def take_log_softmax(logits: torch.Tensor, beams: BeamLines) -> None:

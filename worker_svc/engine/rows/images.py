@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from request_fields.inputs import LEVELS, ImageShape
-from step_protocol.messages import CarriedInput, ImageWork
+from step_protocol.features import ImageSteps
+from step_protocol.messages import CarriedInput, StepBatch
 from worker_svc.engine.backend import LayerBackend
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig
@@ -42,9 +42,10 @@ class ImageEncoder:
         self.num_encoded = 0  # images that the tower computed
         self.num_hits = 0  # images of rows that were in the cache when their first position was computed
 
-    def work(self, asked: Sequence[ImageWork], inputs: InputTable) -> None:
+    def work(self, batch: StepBatch, inputs: InputTable) -> None:
         """Does the work on images that a step has. A row that is closed, or that failed, has none."""
-        for one in asked:
+        asked = batch.part(ImageSteps)
+        for one in () if asked is None else asked.work:
             item = inputs.find(one.row, one.start)
             if item is not None and item.kind == "image":
                 self.advance(item, one.done / one.total)

@@ -21,7 +21,8 @@ import numpy as np
 
 from request_fields.fields import MAX_LOGPROBS
 from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import LogprobColumns, PromptLogprobs, RowOpen, concat_columns
+from step_protocol.features import LogprobColumns, PromptLogprobs, concat_columns
+from step_protocol.messages import RowOpen
 from worker_svc.engine.backend import TopLogprobs
 from worker_svc.engine.row_part import RowPart
 

@@ -15,7 +15,8 @@ import torch
 import xxhash
 
 from step_protocol.columns import I64, U32, U64, Bools
-from step_protocol.messages import LogprobColumns, RowErrorCode
+from step_protocol.features import LogprobColumns
+from step_protocol.messages import RowErrorCode
 from worker_svc.engine.backend import Backend, SamplingColumns
 from worker_svc.engine.rows.logprobs import LogprobRows, LogprobTable, PromptTargets, spread, to_columns
 from worker_svc.engine.rows.open_rows import OpenRows
@@ -101,7 +102,7 @@ class PromptScores(StepPart):
         bad_rows = np.unique(targets.rows[np.concatenate(is_bad)])
         for row in bad_rows.tolist():
             step.errors.add(row, NOTHING_TO_SAMPLE, RowErrorCode.NAN)
-        step.output.prompt_logprobs = targets.to_columns(parts, bad_rows)
+        step.output.add(targets.to_columns(parts, bad_rows))
         return logits
 
     def _forced(

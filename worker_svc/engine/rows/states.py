@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefix_index.hashing import STATE_ID_BYTES, state_id
-from step_protocol.columns import I32, I64, U32, Bools
+from step_protocol.columns import EMPTY, I32, I64, U32, Bools
+from step_protocol.features import TakenSnapshots
 from step_protocol.messages import BadBatchError, RowOpen, StepBatch
 from worker_svc.engine.backend import SnapshotColumns
 from worker_svc.engine.decoder.block_payload import Bytes, InHostMemory, Movable
@@ -60,7 +61,8 @@ class RowStates(BlockPart, StepPart):
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def check(self, batch: StepBatch) -> None:
-        slots = batch.snapshot_slots
+        taken = batch.part(TakenSnapshots)
+        slots = EMPTY if taken is None else taken.slots
         if len(slots) and (int(slots.max()) >= self._pool.num_snapshots or len(np.unique(slots)) < len(slots)):
             raise BadBatchError(
                 f"snapshot_slots names slot {int(slots.max())}, or one slot twice; this worker has "
@@ -125,13 +127,12 @@ class RowStates(BlockPart, StepPart):
         self.positions[plan.rows] = UNKNOWN
         starts = np.zeros(len(plan.rows) + 1, np.int32)
         slots, places, positions = self._of_drafts(plan)
-        if len(batch.snapshot_rows):
-            taken = batch.snapshot_slots.astype(np.int64)
-            for slot in taken.tolist():
+        if (taken := batch.part(TakenSnapshots)) is not None:
+            for slot in taken.slots.tolist():
                 self._kept[slot] = None
-            slots = np.append(slots, taken + self._pool.num_rows)
-            places = np.append(places, self._places(batch, plan))
-            positions = np.append(positions, batch.snapshot_positions)
+            slots = np.append(slots, taken.slots.astype(np.int64) + self._pool.num_rows)
+            places = np.append(places, self._places(taken, plan))
+            positions = np.append(positions, taken.positions)
         keep = np.flatnonzero(places >= 0)
         if not len(keep):
             empty: I32 = np.zeros(1, np.int32)  # the kernels need an address
@@ -164,14 +165,14 @@ class RowStates(BlockPart, StepPart):
             self._pool.copy([int(first[i]) + count - 1], [row])
             self.positions[row] = plan.ends[i] - self._drafts[i] + count - 1
 
-    def _places(self, batch: StepBatch, plan: CheckedStep) -> I64:
+    def _places(self, taken: TakenSnapshots, plan: CheckedStep) -> I64:
         """For each snapshot of a step, the index of its row among the rows that compute; -1: none of them does."""
         place_of = np.full(len(self.positions), -1, np.int64)
         place_of[plan.rows] = np.arange(len(plan.rows))
-        places = place_of[np.minimum(batch.snapshot_rows, len(place_of) - 1)]
-        positions = batch.snapshot_positions.astype(np.int64)
+        places = place_of[np.minimum(taken.rows, len(place_of) - 1)]
+        positions = taken.positions.astype(np.int64)
         is_inside = (positions > plan.context_lens[places]) & (positions <= plan.ends[places])
-        return np.where(is_inside & (batch.snapshot_rows < len(place_of)), places, -1)
+        return np.where(is_inside & (taken.rows < len(place_of)), places, -1)
 
     def computed(self, step: Step, logits: torch.Tensor) -> None:
         """The rows have states again, forks those of their parents, and the snapshots are kept."""
@@ -181,13 +182,13 @@ class RowStates(BlockPart, StepPart):
             forks, parents = batch.fork_rows.tolist(), batch.fork_parents.tolist()
             pairs = [pair for pair in zip(parents, forks, strict=True) if pair[1] not in step.errors]
             self.move(*np.array(pairs, np.int64).reshape(-1, 2).T)
-        if not len(batch.snapshot_rows):
+        if (taken := batch.part(TakenSnapshots)) is None:
             return
-        places = self._places(batch, plan)
+        places = self._places(taken, plan)
         for i in np.flatnonzero(places >= 0).tolist():
-            row, position = int(batch.snapshot_rows[i]), int(batch.snapshot_positions[i])
+            row, position = int(taken.rows[i]), int(taken.positions[i])
             kept = KeptState(state_id(self._tokens[row, :position], self._adapters[row]))
-            self._kept[int(batch.snapshot_slots[i])] = kept
+            self._kept[int(taken.slots[i])] = kept
 
     def commit(self, blocks: I64, digests: list[bytes]) -> tuple[I64, list[bytes]]:
         """The snapshots in these slots may be kept elsewhere under these digests."""

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from request_fields.grammar import Grammar
-from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import EMPTY, RowError, RowOpen
+from step_protocol.columns import EMPTY, I64, U32, Bools
+from step_protocol.messages import RowError, RowOpen
 from worker_svc.engine.kernels.machine import available_cores
 from worker_svc.engine.row_part import SomeRows
 

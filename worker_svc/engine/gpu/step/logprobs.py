@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from step_protocol.columns import I64
-from step_protocol.messages import BeamCandidates as CandidateColumns
+from step_protocol.features import BeamCandidates as CandidateColumns
 from step_protocol.messages import RowErrorCode
 from worker_svc.engine.backend import TopLogprobs
 from worker_svc.engine.gpu.collectives.group import Group
@@ -214,7 +214,7 @@ def _read_prompt(targets: PromptTargets, scores: HostScores, results: StepResult
     results.is_bad |= results.is_token & np.isin(results.rows, bad_rows)
     for row in bad_rows.tolist():
         results.errors.add(row, NOTHING_TO_SAMPLE, RowErrorCode.NAN)
-    results.output.prompt_logprobs = targets.to_columns([to_columns(found, targets.num_top)], bad_rows)
+    results.output.add(targets.to_columns([to_columns(found, targets.num_top)], bad_rows))
 
 
 class BeamCandidates(DevicePart):
@@ -237,7 +237,7 @@ class BeamCandidates(DevicePart):
 
 
 def _read_candidates(candidates: HostCandidates, results: StepResults) -> None:
-    results.output.candidates = candidates.read().without(results.rows[results.is_bad])
+    results.output.add(candidates.read().without(results.rows[results.is_bad]))
 
 
 def _to_order(x: torch.Tensor) -> torch.Tensor:

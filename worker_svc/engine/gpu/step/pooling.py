@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from step_protocol.columns import I64
-from step_protocol.messages import PoolingKind, PoolingTask, RowErrorCode
+from step_protocol.features import PoolingKind, PoolingTask
+from step_protocol.messages import RowErrorCode
 from worker_svc.engine.backend import Linear, Norm
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import Determinism
@@ -76,7 +77,8 @@ class HostPooled:
         for chunks, values in self.parts:
             for chunk, line in zip(chunks, values.numpy(), strict=True):
                 found.append((chunk.row, self.weights.finished(chunk.pooling, line)))
-        results.output.pooled, bad_rows = to_columns(found)
+        numbers, bad_rows = to_columns(found)
+        results.output.add(numbers)
         for row in bad_rows:
             results.errors.add(row, NOT_FINITE, RowErrorCode.NAN)
 
