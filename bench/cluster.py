@@ -34,9 +34,9 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.admission.placement import Placement, WorkerChoice
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import Deltas, WorkerCapacity
-from scheduler_svc.core.placement import Placement, WorkerChoice
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QueueEntry, SequenceGroup, StopCondition
 from scheduler_svc.core.waiting_queue import WaitingQueue

@@ -14,11 +14,11 @@ from typing import Protocol
 import numpy as np
 from quire.v1 import types_pb2
 
-from scheduler_svc.core.costs import Costs
 from scheduler_svc.core.messages import Counts, Deltas, Finished, MigrationReason
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.stats import SchedulerStats
+from scheduler_svc.core.steps.costs import Costs
 from svc_common.observe.metrics import LATENCIES_S, SHORT_TIMES_S, Buckets, Row, Spec
 
 MODEL = ("model_name",)

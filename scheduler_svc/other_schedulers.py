@@ -18,9 +18,9 @@ from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from prefix_index.changes import RemoteHolder
 from prefix_index.redis_index import RedisPrefixIndex
-from scheduler_svc.core.block_moves import BlockSearch
-from scheduler_svc.core.block_sources import BlockSource, LentBlocks, LentExtras
-from scheduler_svc.core.loans import WantedPrefix
+from scheduler_svc.core.features.block_moves import BlockSearch
+from scheduler_svc.core.features.block_sources import BlockSource, LentBlocks, LentExtras
+from scheduler_svc.core.features.loans import WantedPrefix
 from scheduler_svc.step_loop import MAX_LOAN_S, StepLoop
 from scheduler_svc.workers.wire import DIGEST_BYTES
 from step_protocol.columns import I64, WireError, u32_from_bytes, u32_to_bytes

@@ -18,13 +18,13 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from prefix_index.index import PrefixIndex
-from scheduler_svc.core.barrier import Hold
-from scheduler_svc.core.block_moves import BlockMove, BlockSearch
-from scheduler_svc.core.block_sources import LentBlocks
+from scheduler_svc.core.admission.barrier import Hold
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import SchedulerError, UnexpectedStepError, WorkerMismatchError
 from scheduler_svc.core.features.adapters import AdapterSwap
-from scheduler_svc.core.loans import Loan, WantedPrefix
+from scheduler_svc.core.features.block_moves import BlockMove, BlockSearch
+from scheduler_svc.core.features.block_sources import LentBlocks
+from scheduler_svc.core.features.loans import Loan, WantedPrefix
 from scheduler_svc.core.messages import CachedBlock, Deltas, WorkerCapacity, split_deltas
 from scheduler_svc.core.policy import TierKind
 from scheduler_svc.core.scheduler import Scheduler

@@ -6,14 +6,14 @@ from collections import Counter
 
 import numpy as np
 
+from scheduler_svc.core.admission.placement import Placement
+from scheduler_svc.core.admission.requests import Requests
 from scheduler_svc.core.block_manager import BlockManager
-from scheduler_svc.core.block_moves import BlockMoves
-from scheduler_svc.core.block_sources import OwnSource
+from scheduler_svc.core.features.block_moves import BlockMoves
+from scheduler_svc.core.features.block_sources import OwnSource
 from scheduler_svc.core.features.cache_groups import WindowGroup
+from scheduler_svc.core.features.loans import Loans
 from scheduler_svc.core.features.snapshots import Snapshots
-from scheduler_svc.core.loans import Loans
-from scheduler_svc.core.placement import Placement
-from scheduler_svc.core.requests import Requests
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.core.waiting_queue import FairShare, WaitingQueue

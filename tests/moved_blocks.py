@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefix_index.hashing import layout_digest
-from scheduler_svc.core.block_moves import BlockMove
+from scheduler_svc.core.features.block_moves import BlockMove
 from scheduler_svc.core.messages import BlockMovement
 from step_protocol.messages import StepBatch
 from worker_svc.engine.step_runner import StepRunner

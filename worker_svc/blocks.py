@@ -40,7 +40,6 @@ from svc_common.tasks import cancel, one_ahead
 from worker_svc.engine.config import EngineInfo
 from worker_svc.engine.decoder.block_payload import Filled, Movable
 from worker_svc.engine.step_runner import is_out_of_memory
-from worker_svc.executor import StepExecutor
 from worker_svc.kv_store.block_store import READ_BYTES, BlockStore, Committed
 from worker_svc.kv_store.disk_tier import DiskTier
 from worker_svc.kv_store.memory_tier import MemoryTier
@@ -49,8 +48,9 @@ from worker_svc.kv_store.outlets import Answer, Messages, Outlet, OverNixl, Shar
 from worker_svc.kv_store.record import BadRecordError, Found, Origin, RecordFormat, WantedBlock
 from worker_svc.kv_store.shared_memory import SharedMemory, find_shared_memory
 from worker_svc.kv_store.tier import Tier
-from worker_svc.lease import Lease
 from worker_svc.seals import Seals
+from worker_svc.steps.executor import StepExecutor
+from worker_svc.steps.lease import Lease
 from worker_svc.wire import SentRecords, records_from_wire
 
 log = logging.getLogger(__name__)

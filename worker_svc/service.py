@@ -34,7 +34,6 @@ from worker_svc.blocks import MovementSettings, WorkerBlocks
 from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
 from worker_svc.check_model import check_model, resolve_model
 from worker_svc.engine.config import EngineConfig, EngineInfo
-from worker_svc.executor import StepExecutor
 from worker_svc.flags import (
     check_memory,
     check_node_flags,
@@ -48,9 +47,10 @@ from worker_svc.metrics import WorkerReader
 from worker_svc.node_links.leader_link import run_node
 from worker_svc.node_links.node_server import NodeServer
 from worker_svc.registration import Registration
-from worker_svc.row_traces import RowTraces
-from worker_svc.runner import make_runner
 from worker_svc.servicer import WorkerServicer
+from worker_svc.steps.executor import StepExecutor
+from worker_svc.steps.row_traces import RowTraces
+from worker_svc.steps.runner import make_runner
 from worker_svc.weights import WorkerWeights
 from worker_svc.wire import capacity_to_proto
 

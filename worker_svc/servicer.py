@@ -19,9 +19,9 @@ from worker_svc.adapters import WorkerAdapters
 from worker_svc.blocks import MovementSettings, WorkerBlocks
 from worker_svc.bundle import Bundle
 from worker_svc.engine.config import EngineInfo
-from worker_svc.executor import StepExecutor
-from worker_svc.lease import Answer
 from worker_svc.lifecycle import Lifecycle
+from worker_svc.steps.executor import StepExecutor
+from worker_svc.steps.lease import Answer
 from worker_svc.weights import WorkerWeights
 from worker_svc.wire import adapters_to_proto, model_info_to_proto, pieces
 

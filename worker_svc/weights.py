@@ -19,9 +19,9 @@ from svc_common.errors import InvalidRequestError, NotConfiguredError, QuireErro
 from worker_svc.adapters import found_below
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.config import EngineInfo, StagedWeights
-from worker_svc.executor import StepExecutor
 from worker_svc.lifecycle import Lifecycle
-from worker_svc.runner import UpdatableRunner
+from worker_svc.steps.executor import StepExecutor
+from worker_svc.steps.runner import UpdatableRunner
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

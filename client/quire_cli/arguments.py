@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import quire_client
+from quire_bench.arguments import BENCH_ARGUMENTS, BENCH_EXAMPLES
 from quire_client.connection.channel import DEFAULT_TARGET
 
-from quire_cli.bench.arguments import BENCH_ARGUMENTS, BENCH_EXAMPLES
 from quire_cli.parser import (
     Argument,
     ArgumentGroup,

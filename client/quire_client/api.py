@@ -2,7 +2,6 @@
 
 from quire_client.aio import AsyncClient, AsyncGenerateStream, AsyncSession
 from quire_client.audio import Audio
-from quire_client.chat_requests import ChatOptions
 from quire_client.connection.tls import Tls
 from quire_client.embeddings import PromptEmbeddings
 from quire_client.errors import (
@@ -27,7 +26,8 @@ from quire_client.errors import (
     Unimplemented,
 )
 from quire_client.images import Image
-from quire_client.requests import GenerateOptions
+from quire_client.requests.chat import ChatOptions
+from quire_client.requests.generate import GenerateOptions
 from quire_client.retry import RetryPolicy
 from quire_client.sync import Client, GenerateStream, Session
 from quire_client.types import (

@@ -23,17 +23,18 @@ from itertools import islice
 import numpy as np
 
 from prefix_index.changes import PrefixChanges
-from scheduler_svc.core.admission_control import AdmissionControl
-from scheduler_svc.core.answers import Stops, append_tokens, check_answer, untrusted_after
-from scheduler_svc.core.barrier import Barrier
-from scheduler_svc.core.block_moves import BlockMoves, BlockSearch
-from scheduler_svc.core.block_sources import LentBlocks
+from scheduler_svc.core.admission.admission_control import AdmissionControl
+from scheduler_svc.core.admission.barrier import Barrier
+from scheduler_svc.core.admission.placement import Placement
+from scheduler_svc.core.admission.requests import Requests
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.features.adapters import AdapterSwaps
+from scheduler_svc.core.features.block_moves import BlockMoves, BlockSearch
+from scheduler_svc.core.features.block_sources import LentBlocks
 from scheduler_svc.core.features.cache_groups import add_groups
+from scheduler_svc.core.features.loans import Loan, Loans, WantedPrefix
 from scheduler_svc.core.features.roles import Roles
 from scheduler_svc.core.features.snapshots import Snapshots
-from scheduler_svc.core.loans import Loan, Loans, WantedPrefix
 from scheduler_svc.core.messages import (
     CachedBlock,
     Counts,
@@ -43,9 +44,7 @@ from scheduler_svc.core.messages import (
     WorkerCapacity,
     with_outputs,
 )
-from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import Throughput
-from scheduler_svc.core.requests import Requests
 from scheduler_svc.core.sequence import FinishReason, QueueEntry, Refusal, Sequence, SequenceGroup
 from scheduler_svc.core.stats import (
     Load,
@@ -60,7 +59,8 @@ from scheduler_svc.core.stats import (
     waiting_snapshot,
     worker_stats,
 )
-from scheduler_svc.core.step_planner import StepPlanner
+from scheduler_svc.core.steps.answers import Stops, append_tokens, check_answer, untrusted_after
+from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerState
 from step_protocol.columns import EMPTY, I64, U32
 from step_protocol.messages import RowError, StepBatch, StepOutput

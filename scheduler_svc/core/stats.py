@@ -15,12 +15,12 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.admission.requests import Requests
 from scheduler_svc.core.block_manager import ceil_div
-from scheduler_svc.core.costs import Costs
 from scheduler_svc.core.features.adapters import ResidentAdapters
 from scheduler_svc.core.messages import Counts
-from scheduler_svc.core.requests import Requests
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.steps.costs import Costs
 from scheduler_svc.core.worker_state import WorkerState
 from step_protocol.columns import U32
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 
-from scheduler_svc.core.block_moves import BlockMove
+from scheduler_svc.core.features.block_moves import BlockMove
 from scheduler_svc.core.policy import TierKind
 from scheduler_svc.workers.seals import BlockKeys
 from scheduler_svc.workers.wire import DIGEST_BYTES, fetch_to_proto, num_fetched

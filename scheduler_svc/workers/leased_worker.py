@@ -21,8 +21,8 @@ from quire.v1 import inference_pb2, types_pb2
 from xxhash import xxh3_128_digest
 
 from prefix_index.index import PrefixIndex
-from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.features.adapters import AdapterSwap
+from scheduler_svc.core.features.block_moves import BlockMove
 from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
 from scheduler_svc.metrics import RoundTripMeter
 from scheduler_svc.workers import wire as worker_wire

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import rollouts_pb2
 
-from scheduler_svc.core.barrier import Hold, HoldMode
+from scheduler_svc.core.admission.barrier import Hold, HoldMode
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.weights import Weights, check_name
 from svc_common.calls import first_of, read_rest

@@ -29,7 +29,7 @@ from quire.internal.v1 import worker_pb2
 from quire.v1 import rollouts_pb2, types_pb2
 
 from prefix_index.index import PrefixIndex
-from scheduler_svc.core.barrier import Hold, HoldMode
+from scheduler_svc.core.admission.barrier import Hold, HoldMode
 from scheduler_svc.core.messages import MigrationReason
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.step_loop import ModelFacts, StepLoop, WeightsChange

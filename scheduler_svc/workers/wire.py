@@ -16,8 +16,8 @@ from quire.v1 import types_pb2
 
 from prefix_index.hashing import model_salt
 from request_fields.sizes import MAX_POOL_BLOCKS, MAX_POOL_TOKENS, blocks_of_row
-from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.features.adapters import UsesAdapter
+from scheduler_svc.core.features.block_moves import BlockMove
 from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.features.pooled import PooledRequest

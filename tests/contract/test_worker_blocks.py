@@ -27,7 +27,6 @@ from worker_svc import flags as worker_flags
 from worker_svc.blocks import MovementSettings, WorkerBlocks
 from worker_svc.bundle import Bundle
 from worker_svc.engine.config import EngineConfig
-from worker_svc.executor import StepExecutor
 from worker_svc.kv_store import nixl_memory, outlets, record
 from worker_svc.kv_store.nixl_memory import NixlAgent, has_nixl
 from worker_svc.kv_store.outlets import Messages
@@ -36,6 +35,7 @@ from worker_svc.kv_store.shared_memory import SharedMemory, find_shared_memory
 from worker_svc.lifecycle import Lifecycle
 from worker_svc.servicer import WorkerServicer
 from worker_svc.simulator.runner import SimConfig, SimRunner
+from worker_svc.steps.executor import StepExecutor
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_MOVED = 4, 24, 10
 

@@ -20,10 +20,10 @@ from svc_common.observe.inspection import Inspector
 from svc_common.serve import GrpcServer, open_channel
 from worker_svc.bundle import Bundle
 from worker_svc.engine.config import EngineInfo
-from worker_svc.executor import StepExecutor
 from worker_svc.lifecycle import Lifecycle
-from worker_svc.runner import Runner
 from worker_svc.servicer import WorkerServicer
+from worker_svc.steps.executor import StepExecutor
+from worker_svc.steps.runner import Runner
 
 WORKER_EPOCH = 0xABCDEF0123456789
 BLOCK_SIZE = 4

@@ -11,7 +11,7 @@ from quire.internal.v1 import worker_pb2
 
 from step_protocol.columns import EMPTY
 from step_protocol.messages import BadBatchError, StepOutput
-from worker_svc.executor import StepExecutor
+from worker_svc.steps.executor import StepExecutor
 
 EPOCH = 9
 

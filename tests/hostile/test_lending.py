@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from quire.internal.v1.scheduler_pb2 import LendBlocksRequest
 
-from scheduler_svc.core.loans import Loan, WantedPrefix
+from scheduler_svc.core.features.loans import Loan, WantedPrefix
 from scheduler_svc.core.messages import BlockMovement, CacheGroup
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.other_schedulers import MAX_ASKED, lend

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from step_protocol.messages import RowError, RowErrorCode, StepBatch, StepOutput
 from worker_svc import service
-from worker_svc.runner import Runner
+from worker_svc.steps.runner import Runner
 
 FAULTS = ("launch", "result", "nan", "memory")
 STEPS_BEFORE = 10

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from request_fields.receipts import PARTS, Answer, Receipt, parse_receipt, private_key, receipt_text
 from tests.processes.stack import Stack
-from worker_svc.verify import CONFIRMED, REFUTED, UNDECIDED, Verifier
+from worker_svc.receipts.verify import CONFIRMED, REFUTED, UNDECIDED, Verifier
 
 FLAGS = ("--num-blocks", "160", "--max-num-seqs", "8")
 NUM_PROMPT = 20

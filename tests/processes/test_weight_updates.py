@@ -30,7 +30,7 @@ from tests.processes.redis_server import RedisServer
 from tests.processes.stack import Service, Stack, num_ready
 from tests.processes.test_receipts import openssl_key
 from tests.processes.update_load import Load, update_with_kill
-from worker_svc.verify import CONFIRMED, UNDECIDED, Verifier
+from worker_svc.receipts.verify import CONFIRMED, UNDECIDED, Verifier
 
 FLAGS = ("--dtype", "float32", "--block-size", "8", "--num-blocks", "128", "--max-num-seqs", "8")
 PROMPT = list(range(5, 30))

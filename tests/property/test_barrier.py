@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc.core.barrier import Barrier, Hold, HoldMode, HoldState
+from scheduler_svc.core.admission.barrier import Barrier, Hold, HoldMode, HoldState
 from scheduler_svc.core.messages import MigrationReason
 from scheduler_svc.step_loop import ModelFacts, StepLoop
 from tests.builders import make_group

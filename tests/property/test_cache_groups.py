@@ -20,8 +20,8 @@ import torch
 from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
-from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.features.block_moves import BlockMove
 from scheduler_svc.core.features.cache_groups import WindowGroup
 from scheduler_svc.core.messages import CachedBlock, Deltas
 from scheduler_svc.core.policy import TierKind

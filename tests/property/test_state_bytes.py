@@ -20,8 +20,8 @@ from quire.internal.v1 import worker_pb2
 from quire.v1 import types_pb2
 
 from prefix_index.content_ids import FIRST_CONTENT_ID, content_ids
-from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.features.block_moves import BlockMove
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.messages import Deltas, WorkerCapacity
 from scheduler_svc.core.policy import TierKind

@@ -17,9 +17,8 @@ import numpy as np
 from prefix_index.changes import Holder
 from request_fields.beams import BeamParams
 from request_fields.sizes import blocks_of_row
-from scheduler_svc.core.barrier import Hold, HoldMode
+from scheduler_svc.core.admission.barrier import Hold, HoldMode
 from scheduler_svc.core.block_manager import ceil_div
-from scheduler_svc.core.block_moves import BlockMove
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
     DuplicateRequestError,
@@ -30,6 +29,7 @@ from scheduler_svc.core.errors import (
 )
 from scheduler_svc.core.features.adapters import AdapterSwap, adapter_of
 from scheduler_svc.core.features.beams import beam_blocks
+from scheduler_svc.core.features.block_moves import BlockMove
 from scheduler_svc.core.features.cache_groups import WindowGroup
 from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.messages import CacheGroup, Deltas, Finished, RowAssignment, WorkerCapacity

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from prefix_index.hashing import group_digest
-from scheduler_svc.core import loans
-from scheduler_svc.core.block_moves import BlockMove, BlockSearch
-from scheduler_svc.core.block_sources import LentBlocks, LentExtras, OwnSource
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.features import loans
+from scheduler_svc.core.features.block_moves import BlockMove, BlockSearch
+from scheduler_svc.core.features.block_sources import LentBlocks, LentExtras, OwnSource
 from scheduler_svc.core.features.cache_groups import WindowGroup
+from scheduler_svc.core.features.loans import Loan, Loans, WantedPrefix
 from scheduler_svc.core.features.snapshots import Snapshots
-from scheduler_svc.core.loans import Loan, Loans, WantedPrefix
 from scheduler_svc.core.messages import BlockMovement, CacheGroup
 from scheduler_svc.core.sequence import StopCondition
 from step_protocol.columns import I64, U32
@@ -216,8 +216,8 @@ def complaint_of(seed: int, extras: str) -> str:
 
 
 def no_references(patch: Patch) -> None:
-    patch.setattr("scheduler_svc.core.block_sources.OwnSource.share", lambda source, blocks: None)
-    patch.setattr("scheduler_svc.core.block_sources.OwnSource.free", lambda source, blocks: None)
+    patch.setattr("scheduler_svc.core.features.block_sources.OwnSource.share", lambda source, blocks: None)
+    patch.setattr("scheduler_svc.core.features.block_sources.OwnSource.free", lambda source, blocks: None)
 
 
 def no_references_of_groups(patch: Patch) -> None:

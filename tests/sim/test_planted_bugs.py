@@ -16,26 +16,27 @@ import pytest
 
 from prefix_index import hashing
 from prefix_index.content_ids import FIRST_CONTENT_ID
-from scheduler_svc.core import answers, block_moves, prompt_digests, scheduler, step_planner, windows, worker_state
-from scheduler_svc.core.answers import Untrusted, untrusted_after
-from scheduler_svc.core.barrier import Barrier
+from scheduler_svc.core import prompt_digests, scheduler, windows, worker_state
+from scheduler_svc.core.admission.barrier import Barrier
+from scheduler_svc.core.admission.placement import Placement
 from scheduler_svc.core.block_manager import BlockManager, LruQueue
-from scheduler_svc.core.block_moves import BlockMoves
-from scheduler_svc.core.features import beams, cache_groups
+from scheduler_svc.core.features import beams, block_moves, cache_groups
 from scheduler_svc.core.features.adapters import AdapterSlots
 from scheduler_svc.core.features.beam_search import BeamSearch
 from scheduler_svc.core.features.beams import BeamRows
+from scheduler_svc.core.features.block_moves import BlockMoves
 from scheduler_svc.core.features.cache_groups import WindowGroup
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.features.snapshots import Kept, Snapshots, Taken
-from scheduler_svc.core.forks import Forks
 from scheduler_svc.core.messages import MigrationReason
-from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.rows import BlockTables, DecodeRun, RowTable
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QueueEntry, Sequence
 from scheduler_svc.core.speculation import Speculation
-from scheduler_svc.core.step_planner import StepPlanner
+from scheduler_svc.core.steps import answers, step_planner
+from scheduler_svc.core.steps.answers import Untrusted, untrusted_after
+from scheduler_svc.core.steps.forks import Forks
+from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.windows import Windows
 from scheduler_svc.core.worker_state import InFlightStep, StepPlan, WorkerState
 from step_protocol.features import BeamMoves, PooledRows

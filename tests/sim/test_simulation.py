@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.core.block_moves import BlockMove
+from scheduler_svc.core.features.block_moves import BlockMove
 from tests.sim.seeds import parametrize_seeds, read_regressions
 from tests.sim.simulation import run_seed
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefix_index.hashing import snapshot_digest
-from scheduler_svc.core.block_moves import BlockMove
-from scheduler_svc.core.block_sources import BlockSource
+from scheduler_svc.core.features.block_moves import BlockMove
+from scheduler_svc.core.features.block_sources import BlockSource
 from scheduler_svc.core.messages import MovedExtra
 from scheduler_svc.core.policy import TierKind
 from tests.sim.symbolic_worker import SymbolicWorker, Violation

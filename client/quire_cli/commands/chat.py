@@ -7,8 +7,8 @@ import contextlib
 import sys
 import time
 
-from quire_client.chat_requests import read_image
 from quire_client.errors import QuireError
+from quire_client.requests.chat import read_image
 from quire_client.sync import Client
 from quire_client.types import GenerateResult, Message
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast
 
-from quire_client.requests import GenerateOptions
+from quire_client.requests.generate import GenerateOptions
 from quire_client.sync import Client, GenerateStream
 from quire_client.types import GenerateResult, ModelInfo, Sample, Status
 

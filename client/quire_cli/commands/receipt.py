@@ -17,7 +17,7 @@ def verify(args: argparse.Namespace) -> int:
     if not is_installed("worker_svc"):
         complain(f"quire verify computes the answer again, which needs the worker: {install_command('worker')}")
         return 2
-    command = [sys.executable, "-P", "-m", "worker_svc.verify", str(args.receipt), "--model", str(args.model)]
+    command = [sys.executable, "-P", "-m", "worker_svc.receipts.verify", str(args.receipt), "--model", str(args.model)]
     for flag in ("adapter", "public_key", "first", "last"):
         value = getattr(args, flag)
         if value is not None:

@@ -13,17 +13,19 @@ import grpc.aio
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import rollouts_pb2, session_pb2
 
-from quire_client import convert, pooled_requests, requests
+from quire_client import convert
 from quire_client.aio.calls import AsyncCalls
 from quire_client.aio.session import AsyncSession
 from quire_client.aio.stream import AsyncGenerateStream
 from quire_client.aio.transport import Gateway, channel_openers
-from quire_client.chat_requests import ChatOptions, Messages
 from quire_client.connection.channel import Metadata, call_metadata, extra_metadata, health_request, health_state
 from quire_client.connection.tls import Tls
 from quire_client.errors import ModelNotFound, QuireError
-from quire_client.pooled_requests import EmbedInput, EmbedOptions, ScoreOptions
-from quire_client.requests import GenerateOptions
+from quire_client.requests import generate as requests
+from quire_client.requests import pooled as pooled_requests
+from quire_client.requests.chat import ChatOptions, Messages
+from quire_client.requests.generate import GenerateOptions
+from quire_client.requests.pooled import EmbedInput, EmbedOptions, ScoreOptions
 from quire_client.resume import ResumePolicy, policy_of_call
 from quire_client.retry import RetryPolicy, abort_timeout_s
 from quire_client.structured import schema_of, with_parsed

@@ -11,8 +11,8 @@ from quire.v1 import session_pb2
 from quire_client import convert
 from quire_client.aio.stream import AsyncGenerateStream
 from quire_client.aio.transport import Gateway
-from quire_client.chat_requests import Messages
-from quire_client.requests import GenerateOptions
+from quire_client.requests.chat import Messages
+from quire_client.requests.generate import GenerateOptions
 from quire_client.types import GenerateResult, SessionInfo
 
 T = TypeVar("T")

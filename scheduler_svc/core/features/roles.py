@@ -21,7 +21,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from scheduler_svc.core.block_moves import BlockMoves, can_exchange, can_send
+from scheduler_svc.core.features.block_moves import BlockMoves, can_exchange, can_send
 from scheduler_svc.core.messages import MigrationReason, WorkerRole
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import WorkerState

@@ -38,11 +38,11 @@ from tests.sim.system.network import Server
 from tests.sim.system.virtual_loop import Process
 from tests.sim.system.worker import ModelThread, SymbolicRunner, engine_info
 from worker_svc.bundle import Bundle
-from worker_svc.executor import StepExecutor
 from worker_svc.lifecycle import Lifecycle
 from worker_svc.registration import Registration
 from worker_svc.service import WorkerProcess
 from worker_svc.servicer import WorkerServicer
+from worker_svc.steps.executor import StepExecutor
 from worker_svc.wire import capacity_to_proto
 
 if TYPE_CHECKING:

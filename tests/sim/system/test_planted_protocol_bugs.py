@@ -19,13 +19,13 @@ import gateway_svc.request.resume
 import gateway_svc.schedulers.scheduler_request
 from gateway_svc.schedulers.attach_stream import AttachStream
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_planner import StepPlanner
+from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.worker_state import InFlightStep, StepPlan, WorkerState
 from scheduler_svc.workers import wire as worker_wire
 from scheduler_svc.workers.leased_worker import LeasedWorker
 from tests.sim.system.simulation import FAULTS, run_seed
-from worker_svc.executor import StepExecutor
-from worker_svc.lease import Lease
+from worker_svc.steps.executor import StepExecutor
+from worker_svc.steps.lease import Lease
 
 MAX_SEEDS = 400
 

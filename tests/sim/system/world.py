@@ -28,8 +28,8 @@ from quire_client import AsyncClient
 from quire_client import errors as client_errors
 from quire_client.types import FinishReason as ClientReason
 
-import worker_svc.executor
 import worker_svc.registration
+import worker_svc.steps.executor
 from prefix_index.hashing import model_salt
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
@@ -488,7 +488,7 @@ class World:
             redis_client = RedisClient(self.redis)
             stack.enter_context(patch.object(redis.asyncio.Redis, "from_url", lambda *_, **__: redis_client))
             sdk = (quire_client.aio.calls, quire_client.aio.stream, quire_client.retry, quire_client.connection.watch)
-            for module in (worker_svc.executor, *sdk):
+            for module in (worker_svc.steps.executor, *sdk):
                 stack.enter_context(patch.object(module, "time", clock))
             yield
         random.setstate(state)

@@ -7,13 +7,13 @@ import random
 from dataclasses import replace
 
 import pytest
-from quire_cli.bench import datasets
-from quire_cli.bench.backend import BackendError
-from quire_cli.bench.datasets import DatasetConversation, DatasetError, Lengths, Turn
-from quire_cli.bench.driver import arrival_times
-from quire_cli.bench.figures import Record, parse_slo, percentile, report_text, spread, summarize, summary_fields
-from quire_cli.bench.openai_backend import api_root, as_text
-from quire_cli.bench.plot import PlotError, axis_steps, check_plot_path, make_panels, nice_ceiling, to_html
+from quire_bench import datasets
+from quire_bench.backend import BackendError
+from quire_bench.datasets import DatasetConversation, DatasetError, Lengths, Turn
+from quire_bench.driver import arrival_times
+from quire_bench.figures import Record, parse_slo, percentile, report_text, spread, summarize, summary_fields
+from quire_bench.openai_backend import api_root, as_text
+from quire_bench.plot import PlotError, axis_steps, check_plot_path, make_panels, nice_ceiling, to_html
 from quire_client.demo import demo_model_dir
 
 TRACE_LINE = {"timestamp": 1000, "input_length": 700, "output_length": 5, "hash_ids": [7, 8]}

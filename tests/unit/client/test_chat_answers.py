@@ -11,7 +11,7 @@ from quire.v1 import types_pb2
 from quire_cli.output import AnswerWriter
 from quire_client import InvalidRequest, Message, StreamCorrupted, ToolCall, ToolCallDelta
 from quire_client.assembly import StreamAssembler, assembler_of
-from quire_client.requests import generate_request
+from quire_client.requests.generate import generate_request
 from quire_client.types import Delta
 from xxhash import xxh3_64_intdigest
 

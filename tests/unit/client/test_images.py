@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from quire.v1 import inference_pb2 as pb
 from quire_client import Image, InvalidRequest, Message
-from quire_client.requests import generate_request
+from quire_client.requests.generate import generate_request
 
 DATA = b"\x89PNG data"
 URL = "data:image/png;base64," + base64.b64encode(DATA).decode()

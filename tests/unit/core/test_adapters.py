@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from prefix_index.hashing import root_key
+from scheduler_svc.core.admission.placement import Placement
 from scheduler_svc.core.errors import NoWorkerError
 from scheduler_svc.core.features.adapters import AdapterSlots, AdapterSwap, UsesAdapter
-from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Features, SequenceGroup
 from tests.builders import make_capacity, make_group, make_scheduler

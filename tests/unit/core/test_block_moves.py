@@ -9,7 +9,7 @@ import pytest
 
 from prefix_index.hashing import group_digest, snapshot_digest, state_id
 from request_fields.sizes import blocks_of_row
-from scheduler_svc.core.block_moves import BlockMove
+from scheduler_svc.core.features.block_moves import BlockMove
 from scheduler_svc.core.features.snapshots import Snapshots
 from scheduler_svc.core.messages import BlockMovement, CacheGroup, WorkerCapacity
 from scheduler_svc.core.policy import MoveSpeed, TierKind, moved_tokens_gain

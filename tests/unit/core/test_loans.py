@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.block_manager import NO_BLOCKS
-from scheduler_svc.core.block_moves import BlockMove, BlockSearch
-from scheduler_svc.core.block_sources import BlockSource, LentBlocks
-from scheduler_svc.core.loans import MAX_FRACTION, Loan, WantedPrefix
+from scheduler_svc.core.features.block_moves import BlockMove, BlockSearch
+from scheduler_svc.core.features.block_sources import BlockSource, LentBlocks
+from scheduler_svc.core.features.loans import MAX_FRACTION, Loan, WantedPrefix
 from scheduler_svc.core.messages import BlockMovement
 from scheduler_svc.core.scheduler import Scheduler
 from step_protocol.messages import StepOutput

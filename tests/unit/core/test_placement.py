@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scheduler_svc.core.admission.placement import Placement, Wait, WorkerChoice
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.placement import Placement, Wait, WorkerChoice
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, QueueEntry
-from scheduler_svc.core.step_planner import StepPlanner
+from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.worker_state import StepPlan, WorkerState
 from step_protocol.messages import StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler

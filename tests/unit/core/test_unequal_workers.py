@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from scheduler_svc.core.admission.placement import Placement
 from scheduler_svc.core.errors import NoWorkerError, QueueFullError
 from scheduler_svc.core.messages import Finished
-from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from tests.builders import make_capacity, make_group, make_scheduler

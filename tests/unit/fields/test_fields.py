@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
-from quire_client.requests import GenerateOptions
+from quire_client.requests.generate import GenerateOptions
 
 from request_fields import checks
 from request_fields.fields import BY_PATH, FIELDS, SAMPLER_FIELDS, FieldError, Kind, SamplingParams, sampling_params

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from quire.v1 import inference_pb2 as pb
 from quire_client import PromptEmbeddings
 from quire_client.errors import InvalidRequest
-from quire_client.requests import generate_request
+from quire_client.requests.generate import generate_request
 
 from gateway_svc.http.bodies import completion_generation
 from gateway_svc.request import validation

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from quire.internal.v1 import worker_pb2
 
-from scheduler_svc.core.block_moves import BlockMove
-from scheduler_svc.core.block_sources import BlockSource
+from scheduler_svc.core.features.block_moves import BlockMove
+from scheduler_svc.core.features.block_sources import BlockSource
 from scheduler_svc.workers.block_calls import BlockCalls
 from scheduler_svc.workers.seals import BlockKeys, LeaseIds
 from scheduler_svc.workers.wire import ORIGIN

@@ -13,9 +13,9 @@ import pytest
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from prefix_index.changes import Holder, RemoteHolder
-from scheduler_svc.core.block_moves import BlockSearch
-from scheduler_svc.core.block_sources import LentBlocks
-from scheduler_svc.core.loans import WantedPrefix
+from scheduler_svc.core.features.block_moves import BlockSearch
+from scheduler_svc.core.features.block_sources import LentBlocks
+from scheduler_svc.core.features.loans import WantedPrefix
 from scheduler_svc.other_schedulers import OtherSchedulers, lend
 from step_protocol.columns import u32_to_bytes
 from svc_common.errors import InvalidRequestError, NotFoundError

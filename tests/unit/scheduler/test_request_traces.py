@@ -18,7 +18,7 @@ from scheduler_svc.request_traces import RequestTraces
 from step_protocol.messages import RowError, RowErrorCode, StepBatch
 from svc_common.observe.otlp import Tracer
 from tests.builders import make_group
-from worker_svc.row_traces import RowTraces
+from worker_svc.steps.row_traces import RowTraces
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 EMPTY = np.empty(0, np.uint32)

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from worker_svc import executor as executors
-from worker_svc.executor import StepExecutor
+from worker_svc.steps import executor as executors
+from worker_svc.steps.executor import StepExecutor
 
 
 class Idle:

@@ -11,7 +11,7 @@ from quire.internal.v1 import worker_pb2
 
 from step_protocol.messages import StepBatch
 from worker_svc.metrics import StepMeter
-from worker_svc.row_traces import RowLog
+from worker_svc.steps.row_traces import RowLog
 
 
 def make_batch(*query_lens: int, close_rows: tuple[int, ...] = ()) -> StepBatch:
@@ -47,7 +47,7 @@ def test_debug_lines_name_the_request_of_each_row(caplog: pytest.LogCaptureFixtu
     row_log = RowLog()
     message = worker_pb2.StepBatch(opens=[worker_pb2.RowOpen(row=3, request_id="r", prompt_len=9)])
     row_log.note(message, make_batch(1))  # debug logging is off
-    caplog.set_level(logging.DEBUG, logger="worker_svc.row_traces")
+    caplog.set_level(logging.DEBUG, logger="worker_svc.steps.row_traces")
     row_log.note(message, make_batch(1))
     row_log.note(worker_pb2.StepBatch(), make_batch(1, close_rows=(3, 4)))
     assert [(record.getMessage(), record.__dict__["request_id"]) for record in caplog.records] == [

@@ -17,14 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire_cli.bench import datasets
-from quire_cli.bench.backend import BackendError, BenchBackend, SendOptions, ServerInfo
-from quire_cli.bench.datasets import DatasetConversation, DatasetError, Lengths
-from quire_cli.bench.driver import BenchRun, arrival_times
-from quire_cli.bench.figures import Summary, parse_slo, report_text, summarize, summary_fields
-from quire_cli.bench.plot import PlotError, check_plot_path, write_plot
 from quire_cli.connection import tls_option
 from quire_cli.output import complain, to_json
+
+from quire_bench import datasets
+from quire_bench.backend import BackendError, BenchBackend, SendOptions, ServerInfo
+from quire_bench.datasets import DatasetConversation, DatasetError, Lengths
+from quire_bench.driver import BenchRun, arrival_times
+from quire_bench.figures import Summary, parse_slo, report_text, summarize, summary_fields
+from quire_bench.plot import PlotError, check_plot_path, write_plot
 
 INTERRUPTED = 130
 PROGRESS_INTERVAL_S = 0.2
@@ -150,10 +151,10 @@ def make_backend(args: argparse.Namespace) -> BenchBackend:
         cache_salt=args.cache_salt,
     )
     if args.backend == "openai":
-        from quire_cli.bench.openai_backend import OpenAIBackend
+        from quire_bench.openai_backend import OpenAIBackend
 
         return OpenAIBackend(args.base_url, args.model, options, args.extra_body, args.api_key)
-    from quire_cli.bench.quire_backend import QuireBackend
+    from quire_bench.quire_backend import QuireBackend
 
     return QuireBackend(args.target, args.model, options, tls_option(args), args.api_key)
 

@@ -10,10 +10,10 @@ from google.protobuf.message import Message as ProtoMessage
 from quire.v1 import inference_pb2 as pb
 
 from quire_client.audio import Audio
-from quire_client.chat_requests import ChatOptions, Messages, fill_chat, read_image
 from quire_client.embeddings import PromptEmbeddings
 from quire_client.errors import invalid
 from quire_client.options import RequestOptions
+from quire_client.requests.chat import ChatOptions, Messages, fill_chat, read_image
 from request_fields.fields import FIELDS, Field, Kind
 
 Prompt = str | Iterable[int] | PromptEmbeddings | Audio  # text, token ids, input embeddings, or speech

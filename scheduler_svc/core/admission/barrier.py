@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from scheduler_svc.core.block_moves import BlockMoves
+from scheduler_svc.core.admission.placement import Placement
+from scheduler_svc.core.admission.requests import Requests
+from scheduler_svc.core.features.block_moves import BlockMoves
 from scheduler_svc.core.messages import MigrationReason
-from scheduler_svc.core.placement import Placement
-from scheduler_svc.core.requests import Requests
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import WorkerState
 

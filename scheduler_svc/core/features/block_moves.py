@@ -47,7 +47,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.block_manager import NO_BLOCKS
-from scheduler_svc.core.block_sources import BlockSource, ExtrasSource, LentBlocks, OwnSource, Source
+from scheduler_svc.core.features.block_sources import BlockSource, ExtrasSource, LentBlocks, OwnSource, Source
 from scheduler_svc.core.messages import Counts, MovedExtra
 from scheduler_svc.core.policy import MoveSpeed, Throughput, TierKind, moved_tokens_gain
 from scheduler_svc.core.sequence import QueueEntry, Refusal, Sequence

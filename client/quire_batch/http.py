@@ -14,7 +14,7 @@ from typing import Any
 from quire_client.connection.tls import Tls
 from quire_client.errors import ConnectionFailed, InvalidRequest, Overloaded, QuireError, Unauthenticated
 
-from quire_cli.batch.files import Response
+from quire_batch.files import Response
 
 RETRYABLE = (408, 429, 502, 503, 504)
 # Keepalive closes the connection to a frozen host after a minute. A queued request can wait longer than that.

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quire_cli.bench.datasets import Prompt
+from quire_bench.datasets import Prompt
 
 
 class BackendError(Exception):

@@ -9,11 +9,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from request_fields.fields import End
-from scheduler_svc.core.answers import Stops
+from scheduler_svc.core.admission.placement import Placement
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.costs import Costs
 from scheduler_svc.core.messages import Counts, Finished, MigrationReason
-from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import Throughput, expected_tokens
 from scheduler_svc.core.sequence import (
     Completion,
@@ -25,6 +23,8 @@ from scheduler_svc.core.sequence import (
     SequenceGroup,
     SequenceStatus,
 )
+from scheduler_svc.core.steps.answers import Stops
+from scheduler_svc.core.steps.costs import Costs
 from scheduler_svc.core.waiting_queue import FairShare, WaitingQueue
 from scheduler_svc.core.worker_state import WorkerState, num_forks_needed
 from step_protocol.columns import EMPTY

@@ -9,7 +9,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 
 from quire_client.errors import invalid
-from quire_client.requests import assign, prompt_message
+from quire_client.requests.generate import assign, prompt_message
 
 EmbedInput = str | Sequence[Any]  # a text, token ids, or the messages of a conversation
 

@@ -62,8 +62,8 @@ import numpy.typing as npt
 
 from prefix_index.hashing import NO_KEYS
 from request_fields.sizes import SizeLimits
-from scheduler_svc.core.block_moves import BlockMoves
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.features.block_moves import BlockMoves
 from scheduler_svc.core.features.roles import Roles
 from scheduler_svc.core.messages import WorkerCapacity, WorkerRole
 from scheduler_svc.core.policy import (

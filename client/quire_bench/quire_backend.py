@@ -6,10 +6,10 @@ from quire_client.aio import AsyncClient, AsyncGenerateStream
 from quire_client.connection.channel import resolve_targets
 from quire_client.connection.tls import Tls
 from quire_client.errors import QuireError
-from quire_client.requests import GenerateOptions
+from quire_client.requests.generate import GenerateOptions
 
-from quire_cli.bench.backend import BackendError, BenchAnswer, Chunks, RequestFailed, SendOptions, ServerInfo
-from quire_cli.bench.datasets import Prompt
+from quire_bench.backend import BackendError, BenchAnswer, Chunks, RequestFailed, SendOptions, ServerInfo
+from quire_bench.datasets import Prompt
 
 CONNECT_TIMEOUT_S = 5.0
 

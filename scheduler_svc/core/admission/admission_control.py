@@ -6,6 +6,8 @@ import sys
 
 from request_fields.fields import FieldError
 from request_fields.sizes import SizeLimits
+from scheduler_svc.core.admission.placement import Placement
+from scheduler_svc.core.admission.requests import Requests
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
     DuplicateRequestError,
@@ -16,7 +18,6 @@ from scheduler_svc.core.errors import (
     WorkerMismatchError,
 )
 from scheduler_svc.core.messages import Counts, WorkerCapacity
-from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import (
     DEADLINE_FRACTION,
     Throughput,
@@ -26,7 +27,6 @@ from scheduler_svc.core.policy import (
     is_too_late,
     virtual_arrival,
 )
-from scheduler_svc.core.requests import Requests
 from scheduler_svc.core.sequence import SequenceGroup
 
 RETURNING_FACTOR = 4  # the queue's limits are this much higher for requests that were accepted before

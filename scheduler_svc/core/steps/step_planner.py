@@ -60,7 +60,6 @@ from collections.abc import Callable
 import numpy as np
 
 from request_fields.sizes import MAX_BURST
-from scheduler_svc.core.forks import Forks
 from scheduler_svc.core.rows import (
     NO_COLUMNS,
     NO_ROWS,
@@ -73,6 +72,7 @@ from scheduler_svc.core.rows import (
     with_chunks,
 )
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.steps.forks import Forks
 from scheduler_svc.core.worker_state import Changes, InFlightStep, StepPlan, WorkerState
 from step_protocol.columns import EMPTY, I64, U32, Bools
 from step_protocol.messages import StepBatch

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from quire_client.errors import ConnectionFailed, Overloaded, QuireError
 from quire_client.retry import RetryPolicy
 
-from quire_cli.batch.files import BatchRequest, Response, ResultFile
+from quire_batch.files import BatchRequest, Response, ResultFile
 
 RETRY = RetryPolicy(max_attempts=1_000_000, initial_s=0.2, max_s=10.0)  # the time limit ends the attempts
 POLL_S = 0.2

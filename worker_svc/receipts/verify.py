@@ -1,4 +1,4 @@
-"""Checks receipts by computing their answers again: `python -m worker_svc.verify`, which `quire verify` runs.
+"""Checks receipts by computing their answers again: `python -m worker_svc.receipts.verify`, which `quire verify` runs.
 
 The known output is computed like a prompt, and then every position is sampled again, many at a time: each has its own
 row, whose tokens are the prompt and the output before it. So the rows have the penalties, grammar and noise of the
@@ -27,7 +27,7 @@ from step_protocol.proto import batch_from_proto
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.config import EngineConfig
-from worker_svc.receipt_claims import Span, Texts, check_form, check_ids, open_points, parameters_of, spans_of
+from worker_svc.receipts.claims import Span, Texts, check_form, check_ids, open_points, parameters_of, spans_of
 
 CONFIRMED, REFUTED, INVALID, UNDECIDED = range(4)  # exit codes
 SEVERITY = (CONFIRMED, UNDECIDED, INVALID, REFUTED)  # the last one among several receipts is the exit code

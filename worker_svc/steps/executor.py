@@ -70,11 +70,11 @@ from worker_svc.engine.config import EngineInfo
 from worker_svc.engine.decoder.block_payload import Movable
 from worker_svc.engine.speculation.drafts import DraftCounts
 from worker_svc.engine.step_runner import StepRunner
-from worker_svc.lease import MAX_EPOCH_JUMP, Answer, Lease, StepOrderError, bad_epoch, superseded
 from worker_svc.metrics import ImageCounts, StepMeter
-from worker_svc.row_traces import RowLog, RowTraces
-from worker_svc.runner import IdleRunner, ImageRunner, Launched, PipelinedRunner, Runner
 from worker_svc.seals import Seals
+from worker_svc.steps.lease import MAX_EPOCH_JUMP, Answer, Lease, StepOrderError, bad_epoch, superseded
+from worker_svc.steps.row_traces import RowLog, RowTraces
+from worker_svc.steps.runner import IdleRunner, ImageRunner, Launched, PipelinedRunner, Runner
 from worker_svc.wire import blocks_to_proto, commit_tags, step_batch_from_proto
 
 log = logging.getLogger(__name__)

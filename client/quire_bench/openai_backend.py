@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from quire_cli.bench.backend import BackendError, BenchAnswer, Chunks, RequestFailed, SendOptions, ServerInfo
-from quire_cli.bench.datasets import Prompt
-from quire_cli.bench.figures import spread
+from quire_bench.backend import BackendError, BenchAnswer, Chunks, RequestFailed, SendOptions, ServerInfo
+from quire_bench.datasets import Prompt
+from quire_bench.figures import spread
 
 if TYPE_CHECKING:
     import aiohttp

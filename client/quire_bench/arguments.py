@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from quire_client.connection.channel import DEFAULT_TARGET
-
 from quire_cli.parser import ArgumentGroup, arg, count_of, json_object, number, positive, switch, within
+from quire_client.connection.channel import DEFAULT_TARGET
 
 BENCH_EXAMPLES = """\
 examples:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scheduler_svc.core.block_sources import BlockSource, ExtrasSource, OwnSource
+from scheduler_svc.core.features.block_sources import BlockSource, ExtrasSource, OwnSource
 from scheduler_svc.core.messages import Counts
 from scheduler_svc.core.worker_state import WorkerState
 from step_protocol.columns import I64, U32

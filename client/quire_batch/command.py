@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from quire_cli.connection import tls_option
+from quire_cli.output import complain, count, to_json
 from quire_client.connection.channel import api_key_of
 from quire_client.errors import QuireError
 
-from quire_cli.batch.files import BatchFileError, ResultFile, check_input, read_requests
-from quire_cli.batch.http import Connections, parse_servers
-from quire_cli.batch.run import BatchCounts, BatchRun
-from quire_cli.connection import tls_option
-from quire_cli.output import complain, count, to_json
+from quire_batch.files import BatchFileError, ResultFile, check_input, read_requests
+from quire_batch.http import Connections, parse_servers
+from quire_batch.run import BatchCounts, BatchRun
 
 BASE_URL_ENV = "QUIRE_BASE_URL"
 DEFAULT_BASE_URL = "http://localhost:8000"

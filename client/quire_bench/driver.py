@@ -9,9 +9,9 @@ import random
 import time
 from collections.abc import Sequence
 
-from quire_cli.bench.backend import BenchBackend, Chunks, RequestFailed
-from quire_cli.bench.datasets import DatasetConversation, Prompt, Turn
-from quire_cli.bench.figures import Record
+from quire_bench.backend import BenchBackend, Chunks, RequestFailed
+from quire_bench.datasets import DatasetConversation, Prompt, Turn
+from quire_bench.figures import Record
 
 
 class BenchRun:

@@ -1,0 +1,1 @@
+"""Requests of the SDK as messages of the protocol."""

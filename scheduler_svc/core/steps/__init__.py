@@ -1,0 +1,1 @@
+"""Steps of a worker: their plan, forks of rows, costs, and answers."""

@@ -1,0 +1,1 @@
+"""Checks of receipts: what they claim, and the answer computed again."""
