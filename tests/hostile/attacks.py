@@ -17,10 +17,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import Descriptor, MethodDescriptor
 
 from tests.hostile import http1, http2
-from tests.hostile.examples import calls_of, path_of
+from tests.hostile.examples import calls_of, methods_of, path_of
 from tests.hostile.http2 import (
     ACK,
     CONTINUATION,
@@ -87,9 +87,9 @@ def first_call(port: Port) -> tuple[str, bytes]:
     return path_of(method), b"".join(frame_message(m.SerializeToString()) for m in calls_of(method)[0])
 
 
-def insider(port: Port) -> tuple[tuple[str, str], ...]:
-    """The metadata that makes calls of the first method pass the check of the role or key; empty: none."""
-    key = port.credentials.get("")
+def insider(port: Port, method: str = "") -> tuple[tuple[str, str], ...]:
+    """The metadata that makes calls of a method pass the check of the role or key; empty: none."""
+    key = port.credentials.get(method) or port.credentials.get("")
     return bearer(key) if key else ()
 
 
@@ -346,50 +346,53 @@ async def framing_lies(port: Port, size: Size) -> None:
 
 
 async def bombs(port: Port, size: Size) -> None:
-    """Messages that would decode to far more, to the first method that takes one message."""
+    """Messages that would decode to far more, to a method of each service that takes one message."""
     await _bombs(port, size, is_streamed=False)
 
 
 async def stream_bombs(port: Port, size: Size) -> None:
-    """The same to the first method that takes a stream of messages."""
+    """The same to a method of each service that takes a stream of messages."""
     await _bombs(port, size, is_streamed=True)
 
 
 async def _bombs(port: Port, size: Size, *, is_streamed: bool) -> None:
+    for service in port.services:
+        fitting = [method for method in service.methods if method.client_streaming == is_streamed]
+        if fitting:
+            await _bombs_of(port, max(fitting, key=lambda method: bool(swelling_tags(method.input_type))), size)
+
+
+async def _bombs_of(port: Port, method: MethodDescriptor, size: Size) -> None:
     """gzip, many fields, deep nesting, one huge string."""
-    for method in port.services[0].methods:
-        tags = swelling_tags(method.input_type)
-        if method.client_streaming == is_streamed and tags:
-            break
-    else:
-        return
+    tags = swelling_tags(method.input_type) or [0x0A]
     many = _nested(bytes([tags[-1], 0]) * (size.bomb_bytes // 2), tags[:-1])
     deep = _nested(b"", (0x1A, 0x0A, 0x32) * 2_000)
     text = _nested(b"x" * size.bomb_bytes, (0x0A,))
     for data in (many, deep, text, bytes(size.bomb_bytes)):
         for compressed in (False, True):
             payload = frame_message(gzip.compress(data, 1) if compressed else data, flag=int(compressed))
-            metadata = (*insider(port), *((("grpc-encoding", "gzip"),) if compressed else ()))
+            metadata = (*insider(port, method.name), *((("grpc-encoding", "gzip"),) if compressed else ()))
             async with await Http2.open(port.address) as connection:
                 calls = (connection.call(path_of(method), payload, metadata, within_s=10.0) for _ in range(2))
                 await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def unfinished_messages(port: Port, size: Size) -> None:
-    """Calls on one connection whose large messages lack their last bytes."""
-    path, _ = first_call(port)
+    """Calls on one connection, of all methods in turn, whose large messages lack their last bytes."""
     unfinished = frame_message(bytes(size.message_bytes - 10), length=size.message_bytes)
+    methods = itertools.cycle(methods_of(*port.services))
     async with await Http2.open(port.address) as connection:
 
-        async def call() -> None:
-            stream_id = connection.begin(path, insider(port))
+        async def call(method: MethodDescriptor) -> None:
+            stream_id = connection.begin(path_of(method), insider(port, method.name))
             ended = connection.outcome(stream_id)
             await connection.write(stream_id, unfinished)
             await ended
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(size.unfinished_s):
-                await asyncio.gather(*(call() for _ in range(size.messages)), return_exceptions=True)
+                calls = (call(next(methods)) for _ in range(size.messages))
+                await asyncio.gather(*calls, return_exceptions=True)
 
 
 def swelling_tags(descriptor: Descriptor, depth: int = 4) -> list[int]:
@@ -574,6 +577,15 @@ async def http_unfinished_bodies(port: Port, size: Size) -> None:
     await asyncio.gather(*runs, return_exceptions=True)
 
 
+async def http_small_chunks(port: Port, size: Size) -> None:
+    """A body in chunks of one byte, and headers in lines of four bytes, each on four connections."""
+    fields = {"Transfer-Encoding": "chunked", "Content-Type": "application/json", **dict(insider(port))}
+    chunks = http1.request("POST", "/v1/completions", fields) + b"1\r\n \r\n" * (5 * size.frames) + b"0\r\n\r\n"
+    head = b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:b\r\n" * 10_000 + b"\r\n"
+    runs = (http1.exchange(port.address, data, within_s=20.0) for data in (chunks, head * 20) for _ in range(4))
+    await asyncio.gather(*runs, return_exceptions=True)
+
+
 async def http_slow_bytes(port: Port, size: Size) -> None:
     fields = dict(insider(port))
     texts = [http1.request("GET", port.path, fields), http1.post_json("/v1/completions", BODY, fields)]
@@ -582,6 +594,7 @@ async def http_slow_bytes(port: Port, size: Size) -> None:
 
 HTTP_ATTACKS: tuple[Attack, ...] = (
     http_violations, http_bombs, http_unfinished_bodies, http_idle_connections, http_connect_and_close, http_slow_bytes,
+    http_small_chunks,
 )  # fmt: skip
 
 

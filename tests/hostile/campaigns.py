@@ -9,6 +9,7 @@ import asyncio
 import copy
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from typing import Any
 import aiohttp
 from google.protobuf.descriptor import Descriptor, MethodDescriptor
 
+from gateway_svc.http.fields import ALIASES
+from gateway_svc.http.openapi import OPEN
 from tests.hostile.examples import (
     HEALTH,
     calls_of,
@@ -69,7 +72,7 @@ async def mutated_calls(
 ) -> Outcomes:
     """`count` calls with mutated messages, by a stranger or with the credentials of the port."""
     outcomes, mutator = Outcomes(), Mutator(f"{port.name}/{seed}/{is_insider}")
-    methods = [method for method in methods_of(*port.services) if method.name not in skip]
+    methods = [method for method in methods_of(*port.services) if not is_insider or method.name not in skip]
     weights = [num_fields(method.input_type) for method in methods]
     left = iter(range(count))
 
@@ -164,50 +167,102 @@ CHAT = {
     "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
     "tool_choice": "auto", "response_format": {"type": "text"},
 }  # fmt: skip
+TEXT_INPUT = {"input": ["Hello", "w1 w2"], "dimensions": 3, "encoding_format": "float", "truncate_prompt_tokens": 5}
+FORM = (
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFF$\0\0\0WAVEfmt \r\n'
+    b'--b\r\nContent-Disposition: form-data; name="temperature"\r\n\r\n0.5\r\n--b--\r\n'
+)
+# The body of each POST, by path. The route table of the gateway says which there are (`routes_of`).
 BODIES: dict[str, Any] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"prompt": "Return a new", "max_tokens": 4, "logprobs": 1, "echo": False, "n": 2, "best_of": 2},
+    "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "n": 2, "logprobs": 1}},
     "/v1/responses": {"input": "Hello", "max_output_tokens": 4, "store": False, "stream": True, "metadata": {"a": "b"}},
     "/v1/responses/compact": {"input": [{"role": "user", "content": "Hello"}]},
-    "/v1/responses/resp_x/cancel": {},
+    "/v1/responses/{response_id}/cancel": {},
+    "/v1/messages": {name: CHAT[name] for name in ("messages", "max_tokens", "temperature", "stream")}
+    | {"system": "You answer.", "tools": [{"name": "look", "input_schema": {"type": "object"}}]},
+    "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
+    "/v1/audio/transcriptions": FORM,
+    "/v1/audio/translations": FORM,
+    "/v1/embeddings": TEXT_INPUT,
+    "/v2/embed": {"texts": ["Hello"], "input_type": "search_query", "embedding_types": ["float"]},
+    "/pooling": TEXT_INPUT,
+    "/classify": {"input": ["Hello"]},
+    "/v1/score": {"text_1": "w1", "text_2": ["w2", "w3"], "instruction": "match"},
+    "/v1/rerank": {"query": "w1", "documents": ["w2", "w3"], "top_n": 1},
     "/tokenize": {"prompt": "Return a new", "add_special_tokens": True},
     "/detokenize": {"tokens": [5, 6, 7]},
+    **{path: {} for path in ("/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache", "/abort_weight_update")},
+    "/init_weight_transfer_engine": {"init_info": {"backend": "files"}},
+    "/start_weight_update": {"version": 3},
+    "/update_weights": {"update_info": {"path": "../a", "names": ["a"], "dtype_names": ["F32"], "shapes": [[1]]}},
+    "/finish_weight_update": {"running_rows": "keep", "digest": "0" * 32},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "../a"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
 }
+QUERIES = ("", "?stream=true&starting_after=-1", "?limit=1e9&after=%00", "?model=%ff&model=", "?tags=" + "x" * 2000)
+LASTING = ("/pause", "/sleep")  # an operator's call of these changes the system until another call
 JSON_VALUES = (
     None, True, 0, -1, 1, 2**31, 2**63, 2**70, 1e308, -1e-300, 0.5, [], {}, [[]], [None], {"": None}, ["x"] * 1000,
     *TEXTS,
 )  # fmt: skip
 
 
+async def routes_of(session: aiohttp.ClientSession, credentials: dict[str, str]) -> list[tuple[str, str]]:
+    """Method and path of each route of a gateway, from its own description."""
+    async with session.get("/openapi.json", headers=credentials) as answer:
+        described = await answer.json()
+    return [(method.upper(), path) for path, methods in described["paths"].items() for method in methods]
+
+
+def body_of(method: str, path: str) -> Any:
+    """A valid body of a route; None: the route takes none. Raises KeyError for a POST without a row in BODIES."""
+    return BODIES[ALIASES.get(path, path)] if method == "POST" else None
+
+
 async def mutated_bodies(port: Port, *, count: int, seed: int, is_insider: bool) -> Outcomes:
-    """`count` requests of the HTTP API with mutated JSON."""
+    """`count` requests to all routes of the HTTP API with mutated bodies, paths and queries."""
     outcomes, rng = Outcomes(), random.Random(f"{port.name}/{seed}/{is_insider}")
     left = iter(range(count))
-    credentials = headers(port) if is_insider else {}
     timeout = aiohttp.ClientTimeout(total=CALL_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(f"http://{port.address}", timeout=timeout, connector=connector) as session:
+        routes = await routes_of(session, headers(port))
+        weights = [2 + len(str(body_of(*route))) // 40 for route in routes]
 
         async def lane() -> None:
             for _ in left:
-                path = rng.choice(list(BODIES))
-                data = mutated_json(BODIES[path], rng)
-                status = await _post(session, path, data, credentials)
+                ((method, path),) = rng.choices(routes, weights)
+                data, url = mutated_request(body_of(method, path), path, rng)
+                status = await _send(session, method, url, data, headers(port) if is_insider else {})
+                if status == "403" and is_insider and path not in LASTING:
+                    status = await _send(session, method, url, data, dict(bearer(port.credentials["operator"])))
                 outcomes.note(path, status, "", data)
-                if not is_insider and status not in REFUSALS:
+                if not is_insider and path not in OPEN and status not in REFUSALS:
                     outcomes.fault(f"{path} {status}", "a request without credentials was not refused")
 
         await asyncio.gather(*(lane() for _ in range(min(count, AT_ONCE))))
     return outcomes
 
 
-async def _post(session: aiohttp.ClientSession, path: str, data: bytes, credentials: dict[str, str]) -> str:
+async def _send(session: aiohttp.ClientSession, method: str, url: str, data: bytes, credentials: dict[str, str]) -> str:
+    kind = "multipart/form-data; boundary=b" if data.startswith(b"--b") else "application/json"
     try:
-        async with session.post(path, data=data, headers={"Content-Type": "application/json", **credentials}) as answer:
+        async with session.request(method, url, data=data, headers={"Content-Type": kind, **credentials}) as answer:
             await answer.read()
             return str(answer.status)
     except (aiohttp.ClientError, TimeoutError) as error:
         return type(error).__name__
+
+
+def mutated_request(body: Any, path: str, rng: random.Random) -> tuple[bytes, str]:
+    """A body with changes, and a URL whose placeholders are filled."""
+    name = rng.choice(("resp_x", "a/b", "%00", "..", "x" * 3000))
+    url = re.sub(r"{\w+}", name, path) + (rng.choice(QUERIES) if body is None or rng.random() < 0.1 else "")
+    if isinstance(body, bytes):
+        return Mutator(rng.random()).damage(body), url
+    return b"" if body is None else mutated_json(body, rng), url
 
 
 def mutated_json(body: Any, rng: random.Random) -> bytes:

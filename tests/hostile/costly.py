@@ -70,6 +70,8 @@ REQUESTS = (
     Request("unknown_keys", COMPLETIONS, lambda: ONE | _named(1_200_000)),
     Request("biases", COMPLETIONS, lambda: ONE | {"logit_bias": _named(1_200_000)}),
     Request("empty_lists_eight_times", COMPLETIONS, lambda: ONE | {"x": [[]] * (4 * MILLION)}, at_once=8),
+    Request("odd_numbers", COMPLETIONS, lambda: ONE | {"x": [1e308] * 150_000}),
+    Request("odd_numbers_ten_times", COMPLETIONS, lambda: ONE | {"x": [1e308] * 9_000}, at_once=10),
     Request("beams", COMPLETIONS, lambda: {"prompt": [5], "beam_width": 64, "max_tokens": 300, "ignore_eos": True}),
     Request("embeddings_of_long_texts", "/v1/embeddings", lambda: {"input": ["word " * 1400] * 2048}),
     Request("a_query_for_many_documents", "/v1/rerank", lambda: {"query": "a " * MILLION, "documents": ["b"] * 1000}),

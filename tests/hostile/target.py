@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
 import grpc.aio
+from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import ServiceDescriptor
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from quire.internal.v1 import scheduler_pb2
 from quire.internal.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from quire.v1 import types_pb2
 from quire_client import AsyncClient
 from quire_client.demo import demo_model_dir
 
+from svc_common.serve import REFLECTION_V1
 from tests.hostile import examples
 from tests.processes.ports import free_port
 from tests.processes.stack import POLL_S, READY_DEADLINE_S, Service, Stack
@@ -45,6 +48,18 @@ class Port:
     @property
     def is_grpc(self) -> bool:
         return bool(self.services)
+
+
+async def _with_its_services(port: Port) -> Port:
+    """The port with all services that reflection names, so that a new one is attacked."""
+    asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+    async with grpc.aio.insecure_channel(port.address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        answers = stub.ServerReflectionInfo(asked, timeout=READY_DEADLINE_S, metadata=bearer(port.credentials[""]))
+        (answer,) = [answer async for answer in answers]
+    names = sorted(found.name for found in answer.list_services_response.service)
+    pool = descriptor_pool.Default()
+    return replace(port, services=[pool.FindServiceByName(name) for name in names if name != REFLECTION_V1])
 
 
 async def ready_workers(scheduler: Service) -> set[str]:
@@ -98,6 +113,9 @@ class Target:
         targets = ",".join(gateway.address for gateway in self.gateways)
         client = await AsyncClient.connect(targets, timeout_s=300.0, api_key=GOOD_KEY)
         await self.wait_leased()
+        self.ports = [
+            await _with_its_services(port) if examples.REFLECTION in port.services else port for port in self.ports
+        ]
         return client
 
     async def wait_leased(self, deadline_s: float = READY_DEADLINE_S) -> None:
@@ -169,7 +187,9 @@ class Target:
             [examples.ADMIN, examples.ROLLOUTS, examples.REFLECTION],
             {"": OPERATOR_KEY},
         )
-        self.ports.append(Port(f"{service.name}/http", service, http, (), {"": API_KEY}, "/v1/models"))
+        self.ports.append(
+            Port(f"{service.name}/http", service, http, (), {"": API_KEY, "operator": OPERATOR_KEY}, "/v1/models")
+        )
 
     def _probed(self, start: object, *flags: object) -> Service:
         """Start a service with ports for metrics and probes."""

@@ -6,14 +6,18 @@ import asyncio
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import quire
+from google.protobuf.descriptor import ServiceDescriptor
 from quire_client import AsyncClient, QuireError
 
-from tests.hostile import attacks
+from tests.hostile import attacks, examples
 from tests.hostile.costly import COSTLY_CALLS, COSTLY_REQUESTS
+from tests.hostile.examples import calls_of, methods_of
 from tests.hostile.streams_apart import StreamsApart
 from tests.hostile.suite import Suite, all_attacks, as_stranger, good_streams, one_of_each_code, takes_messages
 from tests.hostile.target import Target
@@ -21,6 +25,7 @@ from tests.hostile.watch import Watch
 
 SIZE = attacks.Size(frames=1_000, connections=100, open_calls=200, slow_s=1.0, bomb_bytes=4 << 20, unfinished_s=2.0)
 COUNT = 60
+PROTOS = Path(next(iter(quire.__path__)))
 # Without credentials, these end before the code that they are for. Other attacks alternate between both callers.
 FOR_INSIDERS = (
     attacks.http_bombs, attacks.bombs, attacks.stream_bombs, attacks.framing_lies, attacks.unread_answers,
@@ -32,6 +37,21 @@ KEPT_MIB = 64.0
 PEAK_MIB = 400.0  # eight bodies of 15 MB at once, each twice while it is received
 PAUSE_S = 20.0  # beside other tests; `make hostile` has 0.5
 NUM_LIED_TO = 80
+
+
+def quire_services() -> list[ServiceDescriptor]:
+    """All services of the proto files."""
+    names = (path.relative_to(PROTOS).with_suffix("").parts for path in sorted(PROTOS.rglob("*_pb2.py")))
+    modules = [import_module(".".join(("quire", *parts))) for parts in names]
+    return [service for module in modules for service in module.DESCRIPTOR.services_by_name.values()]
+
+
+def test_every_method_has_an_example() -> None:
+    """An RPC without a row in the table would not be attacked."""
+    methods = methods_of(*quire_services(), examples.HEALTH, examples.REFLECTION)
+    assert sorted(method.name for method in methods) == sorted(examples.CALLS)
+    for method in methods:
+        assert {message.DESCRIPTOR for call in calls_of(method) for message in call} == {method.input_type}, method.name
 
 
 @pytest.fixture
@@ -49,6 +69,7 @@ async def target(tmp_path: Path) -> AsyncIterator[Target]:
 async def test_attacks_harm_neither_processes_nor_other_streams(target: Target, count: int, size: attacks.Size) -> None:
     client = await target.connect()
     ports = one_of_each_code(target)
+    assert {service for port in ports for service in port.services} >= set(quire_services())
     is_short = size is SIZE
     bounds = {"kept_mib": KEPT_MIB, "peak_mib": PEAK_MIB} if is_short else {"kept_mib": 256.0, "peak_mib": 800.0}
     bounds["pause_s"] = PAUSE_S

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import io
 import json
+import re
 import weakref
 from array import array
 from collections.abc import AsyncIterator, Sequence
@@ -23,7 +24,7 @@ from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.http import app as http_app
 from gateway_svc.http.app import HttpApp
-from gateway_svc.http.fields import ENDPOINTS
+from gateway_svc.http.fields import ALIASES, ENDPOINTS
 from gateway_svc.http.handlers import Handlers
 from gateway_svc.http.origins import SitePolicy, with_cors
 from gateway_svc.http.server import MAX_CONNECTIONS, HttpServer
@@ -37,6 +38,7 @@ from gateway_svc.operators.rollouts import RolloutCalls
 from svc_common import memory
 from svc_common.calls import RpcStats
 from svc_common.serve import BindError
+from tests.hostile import campaigns
 from tests.unit.gateway.fakes import EOS, LENGTH, FakeScheduler, TestGateway, make_bundle, make_info, until
 from tests.unit.gateway.tokenizer_kinds import byte_level
 
@@ -340,6 +342,13 @@ async def test_the_description_of_the_api(http: HttpGateway) -> None:
         body = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert set(body["properties"]) == {row.name for row in rows}
     assert "get" in described["paths"]["/v1/models/{model}"]
+
+
+async def test_every_route_is_attacked(http: HttpGateway) -> None:
+    """A route without a row in the tables of tests/hostile would be missed by `make hostile`."""
+    routes = await campaigns.routes_of(http.session, {})
+    assert {path for _, path in routes} == {re.sub(r":\w+}", "}", path) for path in http.paths}
+    assert {path for method, path in routes if method == "POST"} - set(ALIASES) == set(campaigns.BODIES)
 
 
 async def test_load_and_metrics(http: HttpGateway, scheduler: FakeScheduler, tmp_path: Path) -> None:
