@@ -113,6 +113,48 @@ SPECS = (
         "blocks of other workers that were not used, because checksum, key or tokens differ",
     ),
 )
+STUCK_AFTER_S = 10.0  # a shorter step never hangs
+STUCK_TIMES = 10.0  # a step that takes this many times as long as earlier ones hangs
+MIN_MEASURED = 8  # steps of a size before one of them is judged
+SLOWEST_DECAY = 0.99  # per step
+MAX_LOOK_S = 5.0
+
+
+class StuckWatch:
+    """Tells a step that hangs from a slow one by the times of earlier steps with about as many tokens.
+
+    `begin` and `end` are called in the thread that waits for the step, `look` by the event loop. Only time between two
+    looks counts, at most MAX_LOOK_S each, so that a stopped process or a suspended machine is no hang. The first steps
+    of a size may compile kernels, and steps that encode images or audio have times of their own: none is judged.
+    """
+
+    def __init__(self) -> None:
+        self._slowest: dict[int, tuple[int, float]] = {}  # by bits of the number of tokens: steps, decaying maximum
+        self._running: tuple[int, float] | None = None
+        self._seen: tuple[int, float] | None = None
+        self._seen_s = self._looked_at = 0.0
+
+    def begin(self, batch: StepBatch, now: float) -> None:
+        encodes = any(opened.encoder is not None or opened.images for opened in batch.opens)
+        self._running = None if encodes else (int(batch.query_lens.sum()).bit_length(), now)
+
+    def end(self, now: float, *, is_done: bool) -> None:
+        running, self._running = self._running, None
+        if running is not None and is_done:
+            size, began = running
+            num_steps, slowest = self._slowest.get(size, (0, 0.0))
+            self._slowest[size] = num_steps + 1, max(now - began, SLOWEST_DECAY * slowest)
+
+    def look(self, now: float) -> bool:
+        """Whether the running step hangs. Call it every few seconds."""
+        pause_s, self._looked_at = now - self._looked_at, now
+        running = self._running
+        if running is None or running is not self._seen:
+            self._seen, self._seen_s = running, 0.0
+            return False
+        self._seen_s += min(pause_s, MAX_LOOK_S)
+        num_steps, slowest = self._slowest.get(running[0], (0, 0.0))
+        return num_steps >= MIN_MEASURED and self._seen_s >= max(STUCK_AFTER_S, STUCK_TIMES * slowest)
 
 
 class StepMeter:
@@ -126,6 +168,7 @@ class StepMeter:
         self.decode_tokens = 0
         self.encoder_inputs = 0
         self.idle = Buckets(IDLE_TIMES_S)
+        self.stuck = StuckWatch()
         self._running_since: float | None = None
         self._ended_at: float | None = None  # end of the last step with rows
 
@@ -136,10 +179,12 @@ class StepMeter:
         if self._ended_at is not None and len(batch.rows) > len(batch.opens):
             self.idle.observe(now - self._ended_at)
         self._running_since = now
+        self.stuck.begin(batch, now)
 
     def end(self, batch: StepBatch, *, is_done: bool) -> None:
         """The step ended or failed."""
         now = time.monotonic()
+        self.stuck.end(now, is_done=is_done)
         if is_done and self._running_since is not None:
             self._count(batch, now - self._running_since)
         if len(batch.rows):

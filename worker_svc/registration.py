@@ -74,6 +74,8 @@ class Work(Protocol):
 
     @property
     def idle_s(self) -> float: ...
+    @property
+    def is_stuck(self) -> bool: ...
     def release(self, reason: str) -> None: ...
 
 
@@ -322,6 +324,7 @@ class Registration:
             replaces_revision=self._replaces_revision,
             weights=self._lifecycle.weights,
             is_asleep=self._lifecycle.is_asleep,
+            is_stuck=self._work.is_stuck,
         )
 
     async def _check_revision(self, candidate: SchedulerCandidate) -> None:

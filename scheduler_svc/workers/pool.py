@@ -251,9 +251,11 @@ class WorkerPool:
         worker.weights, worker.is_asleep = request.weights, request.is_asleep
         if worker.link is not None:
             worker.link.record_alive()
+            if request.is_stuck:
+                worker.link.close("its running step hangs")
             if self.adapters.on_heartbeat(worker.link, worker.adapters):
                 self._changed()
-        if request.state == READY and worker.lease_task is None:
+        if request.state == READY and worker.lease_task is None and not request.is_stuck:
             self._start_lease(worker, request)
         if request.state == DRAINING and not was_draining and worker.link is not None:
             self._step_loop.worker_draining(worker.link)

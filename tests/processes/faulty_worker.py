@@ -6,15 +6,24 @@ python -m tests.processes.faulty_worker --fault launch --executor sim ...    (ot
 from __future__ import annotations
 
 import argparse
+import threading
 from collections.abc import Callable
 
 from step_protocol.messages import RowError, RowErrorCode, StepBatch, StepOutput
 from worker_svc import service
 from worker_svc.steps.runner import Runner
 
-FAULTS = ("launch", "result", "nan", "memory")
-STEPS_BEFORE = 10
+FAULTS = ("launch", "result", "nan", "memory", "hang")
+STEPS_BEFORE = 30
 CUDA_ERROR = "CUDA error: an illegal memory access was encountered"
+
+
+class HangingStep:
+    """A launched step whose result never comes."""
+
+    def result(self) -> StepOutput:
+        threading.Event().wait()
+        raise RuntimeError("unreachable")
 
 
 class Launched:
@@ -45,7 +54,7 @@ class FaultyDevice:
         self.reset_rows = runner.reset_rows
         self.rows_used = runner.rows_used
 
-    def launch(self, batch: StepBatch) -> Launched:
+    def launch(self, batch: StepBatch) -> Launched | HangingStep:
         self._num_steps += bool(len(batch.rows))
         is_due = self._num_steps == STEPS_BEFORE and bool(len(batch.rows))
         if is_due and self._fault == "launch":
@@ -54,6 +63,8 @@ class FaultyDevice:
         if not is_due:
             return Launched(output, None)
         self._num_steps += 1
+        if self._fault == "hang":
+            return HangingStep()
         if self._fault == "result":
             return Launched(output, RuntimeError(CUDA_ERROR))
         if self._fault == "nan":

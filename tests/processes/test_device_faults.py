@@ -49,6 +49,11 @@ def check_logs(worker: Service, scheduler: Service, fault: str) -> None:
         assert "the KV pool may be corrupt, so this worker exits (exit code 70)" in worker.log()
         assert "CUDA error: an illegal memory access" in worker.log()
         assert f"worker {worker.name} is lost" in scheduler.log()
+    elif fault == "hang":
+        assert worker.is_running
+        assert "its running step hangs" in scheduler.log()
+        assert "was not answered within" not in scheduler.log()
+        assert scheduler.log().count(f"worker {worker.name}: leased") == 1
     else:
         assert worker.is_running
         code = {"nan": "NAN", "memory": "INTERNAL"}[fault]

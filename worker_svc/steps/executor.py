@@ -443,6 +443,11 @@ class StepExecutor:
             return 0.0
         return time.monotonic() - max(self._busy_since, self._idle_since)
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the running step hangs. Read it once per heartbeat."""
+        return self.meter.stuck.look(time.monotonic())
+
     # -- blocks ----------------------------------------------------------------------------------------------------
 
     async def list_blocks(self, fence: worker_pb2.Fence) -> list[worker_pb2.ListBlocksResponse]:

@@ -100,6 +100,7 @@ class Work:
     rows_used: int = 0
     num_orders: int = 0
     idle_s: float = 0.0
+    is_stuck: bool = False
     released: list[str] = field(default_factory=list)
 
     def release(self, reason: str) -> None:
