@@ -236,7 +236,7 @@ async def mutated_bodies(port: Port, *, count: int, seed: int, is_insider: bool)
                 ((method, path),) = rng.choices(routes, weights)
                 data, url = mutated_request(body_of(method, path), path, rng)
                 status = await _send(session, method, url, data, headers(port) if is_insider else {})
-                if status == "403" and is_insider and path not in LASTING:
+                if status in REFUSALS and is_insider and path not in LASTING:
                     status = await _send(session, method, url, data, dict(bearer(port.credentials["operator"])))
                 outcomes.note(path, status, "", data)
                 if not is_insider and path not in OPEN and status not in REFUSALS:
