@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from scheduler_svc.core.features.beams import beam_blocks
 from scheduler_svc.core.features.block_moves import BlockMove
 from scheduler_svc.core.features.cache_groups import WindowGroup
 from scheduler_svc.core.features.pooled import PooledRequest
-from scheduler_svc.core.messages import CacheGroup, Deltas, Finished, RowAssignment, WorkerCapacity
+from scheduler_svc.core.messages import CacheGroup, Deltas, Finished, MigrationReason, RowAssignment, WorkerCapacity
 from scheduler_svc.core.policy import TierKind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
@@ -77,6 +78,7 @@ class Request:
     number: float | None = None  # delivered
     inputs: list[SimInput] = field(default_factory=list)  # their content ids are in `prompt`
     adapter: bytes = b""
+    conversation: int = 0
 
     @property
     def is_done(self) -> bool:
@@ -130,6 +132,10 @@ class Cluster:
         self.has_slow_disks = False
         self._measured_disks: set[str] = set()  # ids of workers that have read from one since they joined
         self.num_updates = 0  # updates of the weights
+        self.num_forgotten = 0  # how often all prefixes were forgotten
+        self.after_schedule: Callable[[int], None] = lambda num_steps: None
+        self._is_stale: set[int] = set()  # moves that were asked for before all prefixes were forgotten
+        self._fetched: dict[int, int] = {}  # moves whose content has arrived, and how much
 
     def check(self) -> None:
         """The core's own invariants."""
@@ -152,6 +158,7 @@ class Cluster:
         num_encoder_tokens: int = 0,
         pooling: str = "",
         adapter: bytes = b"",
+        conversation: int = 0,
     ) -> Request:
         """A request with the answer of the oracle."""
         eos, model_key = self.config.eos_token_ids, symbolic_model.key(root_key, adapter)
@@ -176,6 +183,7 @@ class Cluster:
             pooling=pooling,
             inputs=inputs_of(prompt),
             adapter=adapter,
+            conversation=conversation,
             delivered=[[] for _ in range(n)],
             finished=[None] * n,
         )
@@ -217,6 +225,7 @@ class Cluster:
                 image_work=[(item.start, 1 + 3 * item.length) for item in request.inputs if item.content == 0],
                 adapter=request.adapter,
             ),
+            conversation=request.conversation,
             outputs=[np.array(tokens, dtype=np.uint32) for tokens in request.delivered],
             finished_samples=frozenset(i for i, reason in enumerate(request.finished) if reason is not None),
         )
@@ -326,6 +335,7 @@ class Cluster:
         self.num_steps += len(batches)
         self.check()
         self._check_rows()
+        self.after_schedule(len(batches))
         return len(batches)
 
     def _begin_swaps(self) -> None:
@@ -373,9 +383,9 @@ class Cluster:
     def end_move(self, move: BlockMove, limit: int) -> None:
         """A fetch ends with at most this many blocks."""
         self.moves.remove(move)
-        target = self.workers[move.worker_id]
-        tier, is_held = self.tiers.setdefault(move.worker_id, {}), move.move_id not in self._forgotten
-        count = fetch(move, target, self.workers, tier, limit, is_held=is_held)
+        count = self._fetched.pop(move.move_id, None)
+        if count is None:
+            count = self._fetch(move, limit)
         self.trace.append(("moved", move, count))
         self.num_moved_blocks += count
         is_slow = count > 0 and self._is_slow(move)
@@ -383,6 +393,16 @@ class Cluster:
             self._measured_disks.add(move.worker_id)
         self.scheduler.end_move(move.move_id, count, DISK_S if is_slow else 0.01, self.now)
         self._follow_prefixes()
+
+    def _fetch(self, move: BlockMove, limit: int) -> int:
+        target = self.workers[move.worker_id]
+        if target.is_pool_asleep:
+            return 0
+        tier, is_held = self.tiers.setdefault(move.worker_id, {}), move.move_id not in self._forgotten
+        count = fetch(move, target, self.workers, tier, limit, is_held=is_held)
+        if move.move_id in self._is_stale:
+            target.is_forgotten[move.block_ids[:count]] = True
+        return count
 
     def _is_slow(self, move: BlockMove) -> bool:
         """Whether it takes much longer than to compute the tokens."""
@@ -522,6 +542,7 @@ class Cluster:
 
     def reconnect(self, worker: SymbolicWorker) -> None:
         """The connection breaks but the process survives: its rows end, its committed blocks are adopted."""
+        worker.was_reconnected = True
         self._forgotten |= {
             m.move_id for m in self.moves if m.source and m.source.worker_id == worker.capacity.worker_id
         }
@@ -556,6 +577,12 @@ class Cluster:
             if self.schedule():
                 raise Violation("plans a step behind a closed barrier")
             self.answer(self.busy_workers()[0])
+        self.switch_weights(keeps_kv=keeps_kv)
+        barrier.release("update")
+
+    def switch_weights(self, *, keeps_kv: bool) -> None:
+        """The same while the barrier is reached."""
+        self._forget()
         self.num_updates += 1
         for worker in self.workers.values():
             worker.change_weights(self.num_updates)
@@ -563,8 +590,37 @@ class Cluster:
         self.config = replace(self.config, root_salt=salt)
         self.chains.change_root(salt)
         self.scheduler.change_weights(salt, keeps_kv=keeps_kv)
-        barrier.release("update")
         self._follow_prefixes()
+
+    def reset_prefix_cache(self) -> None:
+        """No prefix stays cached, in pools and tiers. The barrier is reached."""
+        self._forget()
+        self.scheduler.forget_prefixes()
+        for name, tier in self.tiers.items():
+            self.scheduler.moves.change_tiers(name, dict.fromkeys(tier))
+            tier.clear()
+        for worker in self.workers.values():
+            worker.is_forgotten |= np.array([content is not None for content in worker.content])
+            worker.newly_committed.clear()
+        self._follow_forgotten()
+
+    def sleep(self, rng: Random) -> None:
+        """All pools lose their memory. The barrier is reached. Some blocks have arrived before, and the answers that
+        say it arrive later.
+        """
+        for move in self.ready_moves():
+            if rng.random() < 0.5:
+                self._fetched.setdefault(move.move_id, self._fetch(move, rng.choice((1, move.num_items))))
+        self._forget()
+        self.scheduler.barrier.retract(MigrationReason.PAUSE)
+        self.scheduler.forget_prefixes()
+        for worker in self.workers.values():
+            worker.free_pool()
+        self._follow_forgotten()
+
+    def _forget(self) -> None:
+        self.num_forgotten += 1
+        self._is_stale = {move.move_id for move in self.moves}
 
     def restart_scheduler(self, order: Iterable[Request]) -> None:
         """kill -9: a new scheduler adopts the pools, then the gateways submit their open requests, in this order."""
@@ -583,6 +639,13 @@ class Cluster:
             self.submit(request)
 
     # -- the prefix index ---------------------------------------------------------------------------------------------
+
+    def _follow_forgotten(self) -> None:
+        """No prefix is published any more. Blocks in use lose theirs at once, in any order."""
+        for change in self.scheduler.take_prefix_events():
+            self._published[change.holder.worker_id].difference_update(digest for digest, _ in change.blocks)
+        if any(self._published.values()):
+            raise Violation("prefixes that were forgotten are still published")
 
     def _follow_prefixes(self) -> None:
         """Apply prefix events like an index, and check them."""

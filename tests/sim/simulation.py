@@ -28,6 +28,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import StopCondition
 from tests.sim.cluster import ADAPTERS, ROOT_SALT, Cluster
 from tests.sim.inputs import NUM_CONTENTS, SimInput
+from tests.sim.operators import Operators
 from tests.sim.symbolic_worker import NAN_SEED, SymbolicWorker
 from tests.sim.tiers import damage
 from tests.sim.transcript import describe
@@ -55,6 +56,7 @@ class Setup:
     has_slow_links: bool = False  # full pools and few losses: what a source must keep, it would have evicted by then
     has_fast_links: bool = False  # full pools and lazy workers: a move arrives before the steps in flight, if it may
     has_slow_disks: bool = False  # full pools: what was evicted is on the disk, and is not worth reading
+    has_operators: bool = False  # pauses, sleep, resets, updates, loans and conversations, together with all others
 
     @property
     def is_full(self) -> bool:
@@ -96,6 +98,7 @@ class Simulation:
         self._draft_rate = Random(f"drafts {seed}").choice((0.0, 0.3, 0.7, 1.0))
         self._update_rng = Random(f"updates {seed}")
         self._update_rate = self._update_rng.choice((0.0, 0.0, 0.004, 0.02))
+        self._operator_rng = Random(f"operators {seed}")
         self._nan_rng = Random(f"nan {seed}")
         self._nan_rate = self._nan_rng.choice((0.0, 0.0, 0.0, 0.2))
         self.num_events = self._num_arrived = self._next_epoch = 0
@@ -127,6 +130,7 @@ class Simulation:
             checks_invariants=checks_invariants,
         )
         self.cluster.has_slow_disks = self.setup.has_slow_disks
+        self.operators = Operators(self.cluster, self._operator_rng) if self.setup.has_operators else None
         self._prefixes = [
             self._random_tokens(self.cluster.max_model_len) for _ in range(4 if self.setup.is_full else 2)
         ]
@@ -309,6 +313,8 @@ class Simulation:
             self._event()
         for _ in range(self.rng.randint(0, 40)):
             self._event()
+        if self.operators is not None:
+            self.operators.end_all()
         self._provide_room()
         self.cluster.settle(self.rng.choice)
         self.cluster.check_end()
@@ -318,6 +324,8 @@ class Simulation:
         self.cluster.now += self.rng.random() * 0.1
         self._choose_event()()
         self.cluster.check()
+        if self.operators is not None:
+            self.operators.check_loans()
         if self.rng.random() < self.setup.eagerness:
             self.cluster.schedule()
 
@@ -325,6 +333,9 @@ class Simulation:
         rng, s = self.rng, self.setup
         if not self.cluster.workers and rng.random() < 0.5:
             return self._join
+        if self.operators is not None and self._operator_rng.random() < 0.25:
+            o = self.operators
+            return self._operator_rng.choice((o.begin, o.end, o.end, o.end, o.lend, o.end_loan))
         if rng.random() < s.arrival_rate and self._num_arrived < s.num_requests:
             return self._arrive
         if rng.random() < s.fault_rate and self.cluster.workers:
@@ -378,6 +389,7 @@ class Simulation:
             owner=rng.randrange(NUM_OWNERS),
             beams=beams,
             num_encoder_tokens=len(encoder),
+            conversation=self._operator_rng.choice((0, 1, 1, 2)) if self.operators is not None else 0,
         )
         if rng.random() < 0.15 and beams is None:  # another scheduler served it until now
             request.delivered = [e.tokens[: rng.randint(0, len(e.tokens))] for e in request.expected]
@@ -458,6 +470,8 @@ class Simulation:
     def _restart_scheduler(self) -> None:
         order = list(self.cluster.open.values())
         self.rng.shuffle(order)
+        if self.operators is not None:
+            self.operators.restarted()
         self.cluster.restart_scheduler(order)
 
     def _provide_room(self) -> None:

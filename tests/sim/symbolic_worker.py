@@ -122,6 +122,8 @@ class SymbolicWorker:
         self.duplicates: set[bytes] = set()  # contents that were in two blocks at once
         self.committed: dict[int, bytes] = {}
         self.is_committed = np.zeros(capacity.num_blocks, dtype=np.bool_)
+        self.is_forgotten = np.zeros(capacity.num_blocks, dtype=np.bool_)  # no row may start from its content
+        self.is_pool_asleep = self.was_reconnected = False
         self.newly_committed: list[tuple[int, bytes]] = []  # for the tier
         self._next_step = next_step_id
         self.has_states = capacity.num_snapshots is not None
@@ -201,13 +203,28 @@ class SymbolicWorker:
         if self.queue:
             raise Violation("the weights change while a step is in flight")
         self.version = version
+        self._uncommit_all()
+        self.snapshots.clear()
+
+    def free_pool(self) -> None:
+        """The pool's memory is free: it has zeros until it is written again. Fetches are refused until it is back."""
+        if self.queue:
+            raise Violation("the pool sleeps while a step is in flight")
+        self._uncommit_all()
+        self.is_pool_asleep = True
+        self.kv[:] = 0
+        for group in self.groups:
+            group.kv[:] = 0
+            group.content = [None] * group.num_blocks
+            group.committed.clear()
+
+    def _uncommit_all(self) -> None:
         self.content = [None] * self.capacity.num_blocks
         self.holder.clear()
         self.duplicates.clear()
         self.committed.clear()
         self.newly_committed.clear()
-        self.snapshots.clear()
-        self.is_committed[:] = False
+        self.is_committed[:] = self.is_forgotten[:] = False
 
     @property
     def next_step_id(self) -> int:
@@ -328,6 +345,8 @@ class SymbolicWorker:
             raise Violation(f"row {row} starts from {opened.num_computed_tokens} of {num_encoder} encoder positions")
         if num_shared > len(blocks):
             raise Violation(f"row {row}: {opened.num_computed_tokens} computed tokens in {len(blocks)} blocks")
+        if opened.group.num_sequences == 1 and self.is_forgotten[blocks[num_dead:num_shared]].any():
+            raise Violation(f"row {row} starts from blocks that were forgotten")
         if _pooling(opened) == "mean" and opened.num_computed_tokens:
             raise Violation(f"row {row} pools all states, but {opened.num_computed_tokens} of them are cached")
         self.sums[row] = 0
@@ -461,7 +480,7 @@ class SymbolicWorker:
             self.is_committed[block] = False
 
     def _drop_content(self, block: int) -> None:
-        content, self.content[block] = self.content[block], None
+        content, self.content[block], self.is_forgotten[block] = self.content[block], None, False
         if content is not None and self.holder.get(content) == block:
             del self.holder[content]
 

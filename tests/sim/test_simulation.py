@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -100,6 +101,22 @@ def test_blocks_of_cache_groups_move() -> None:
 def test_blocks_of_cache_groups_move_with_more_seeds(first: int) -> None:
     for seed in range(first, first + 40):
         run_seed(seed, has_groups=True, has_moves=True)
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(20, 2000, 20))])
+def test_operators(first: int) -> None:
+    """Several holds of the barrier at once, with fetches, loans, drains, losses, drafts and swaps in between."""
+    met = Counter[str]()
+    for seed in range(first, first + 20):
+        for systems in ({}, {"has_moves": True}, {"has_moves": True, "has_groups": seed % 2 == 1}):
+            simulation = run_seed(seed, has_operators=True, **systems)
+            assert simulation.operators is not None
+            met += simulation.operators.met
+            met += Counter(event[0] for event in simulation.cluster.trace)
+            met["snapshot"] += any(worker.snapshots for worker in simulation.cluster.workers.values())
+            met["draft"] += sum(worker.num_accepted for worker in simulation.cluster.workers.values())
+    wanted = ("pause", "sleep", "reset", "update", "loan", "drain", "moved", "swapped", "snapshot", "draft", "restart")
+    assert [kind for kind in wanted if not met[kind]] == []
 
 
 def test_a_seed_is_the_same_run_every_time() -> None:
