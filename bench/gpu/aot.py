@@ -38,7 +38,6 @@ from worker_svc.engine.gpu.kernels import (
     attention,
     deltas,
     drafts,
-    linear,
     norm,
     prepare,
     record,
@@ -46,7 +45,8 @@ from worker_svc.engine.gpu.kernels import (
     work_list,
 )
 from worker_svc.engine.gpu.kernels.launch import FIRST_ARCHITECTURE
-from worker_svc.engine.gpu.kernels.linear import LinearTile
+from worker_svc.engine.gpu.kernels.linears import linear
+from worker_svc.engine.gpu.kernels.linears.linear import LinearTile
 from worker_svc.engine.gpu.kernels.sampler import banned, candidates, filters, noise, process, sample
 
 

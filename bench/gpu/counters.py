@@ -23,7 +23,7 @@ from bench.gpu.kernels import Case, nano_contexts
 from bench.gpu.report import Report
 from bench.gpu.sanitize import python_path
 from worker_svc.engine.config import Determinism
-from worker_svc.engine.gpu.kernels import linear
+from worker_svc.engine.gpu.kernels.linears import linear
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = ("/usr/local/cuda/bin", "/opt/nvidia/nsight-compute")

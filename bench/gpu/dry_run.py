@@ -34,8 +34,8 @@ from step_protocol.features import Pooling, PoolingKind, PoolingTask
 from step_protocol.messages import CarriedInput, RowErrorCode, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu import check, loading, runner
-from worker_svc.engine.gpu.kernels import linear
 from worker_svc.engine.gpu.kernels.forms import Forms
+from worker_svc.engine.gpu.kernels.linears import linear
 from worker_svc.engine.gpu.start import compilation, memory, setup
 
 KINDS: list[dict[str, Any]] = [

@@ -15,7 +15,7 @@ from bench.gpu.kernels import Case, using
 from bench.gpu.model import EXACT_SETTINGS, GREEDY, Rows, load, make_checkpoint
 from bench.gpu.report import Report
 from worker_svc.engine.gpu.attention import paged
-from worker_svc.engine.gpu.kernels import linear
+from worker_svc.engine.gpu.kernels.linears import linear
 from worker_svc.engine.gpu.runner import DeviceRunner
 
 LINES = linear.TILE.rows

@@ -8,15 +8,8 @@ from typing import Any
 import triton
 
 from bench.gpu.variant import Variant
-from worker_svc.engine.gpu.kernels import (
-    expert_linear,
-    int4_linear,
-    int8_linear,
-    low_rank,
-    norm_rows,
-    route,
-    scaled_linear,
-)
+from worker_svc.engine.gpu.kernels import norm_rows, route
+from worker_svc.engine.gpu.kernels.linears import expert_linear, int4_linear, int8_linear, low_rank, scaled_linear
 
 VALUES = "*fp8e4nv"
 NUM_EXPERTS, TOP_K = 128, 8  # experts of Qwen3-30B-A3B

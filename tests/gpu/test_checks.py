@@ -17,20 +17,13 @@ from tests.gpu.ranks import Meeting, Rank
 from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.gpu.attention.paged import TritonAttention
 from worker_svc.engine.gpu.collectives.group import Group
-from worker_svc.engine.gpu.kernels import (
-    activation,
-    attention,
-    deltas,
+from worker_svc.engine.gpu.kernels import activation, attention, deltas, norm, norm_rows, prepare, rope_store, route
+from worker_svc.engine.gpu.kernels.linears import (
     expert_linear,
     int4_linear,
     int8_linear,
     linear,
     low_rank,
-    norm,
-    norm_rows,
-    prepare,
-    rope_store,
-    route,
     scaled_linear,
 )
 from worker_svc.engine.gpu.kernels.sampler import banned, candidates, process, sample

@@ -19,9 +19,10 @@ from tests.unit.engine.test_engine_quantized import packed_in_mxfp4
 from worker_svc.engine.backend import ExpertLinears, Routing
 from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.decoder.layer import FeedForward
-from worker_svc.engine.gpu.kernels import activation, expert_linear, route
-from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights
-from worker_svc.engine.gpu.kernels.scaled_linear import Fp8Weight, quantized
+from worker_svc.engine.gpu.kernels import activation, route
+from worker_svc.engine.gpu.kernels.linears import expert_linear
+from worker_svc.engine.gpu.kernels.linears.expert_linear import ExpertWeights
+from worker_svc.engine.gpu.kernels.linears.scaled_linear import Fp8Weight, quantized
 from worker_svc.engine.gpu.layers.experts import StackedExperts, compute_experts, torch_experts
 from worker_svc.engine.gpu.layers.linears import DeviceLinears
 

@@ -7,8 +7,8 @@ import torch
 
 from tests.gpu.builders import DEVICE, relative_error
 from tests.gpu.int4_library import weight_int4pack_mm
-from worker_svc.engine.gpu.kernels import int4_linear
-from worker_svc.engine.gpu.kernels.int4_linear import Int4Weight
+from worker_svc.engine.gpu.kernels.linears import int4_linear
+from worker_svc.engine.gpu.kernels.linears.int4_linear import Int4Weight
 from worker_svc.engine.gpu.layers import linears
 from worker_svc.engine.gpu.layers.linears import DeviceLinears, library_int4_product, library_serves_int4
 

@@ -18,7 +18,8 @@ from triton.runtime.driver import driver
 from bench.gpu import precompile
 from bench.gpu.dry_run import Device
 from bench.gpu.report import Report
-from worker_svc.engine.gpu.kernels import deltas, linear
+from worker_svc.engine.gpu.kernels import deltas
+from worker_svc.engine.gpu.kernels.linears import linear
 
 def launches():
     deltas.apply_deltas(torch.zeros(64, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32))

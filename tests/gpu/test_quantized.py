@@ -23,7 +23,7 @@ from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels import forms
-from worker_svc.engine.gpu.kernels.scaled_linear import reference_rows
+from worker_svc.engine.gpu.kernels.linears.scaled_linear import reference_rows
 from worker_svc.engine.gpu.layers import weights
 from worker_svc.engine.gpu.layers.experts import compute_experts
 from worker_svc.engine.gpu.layers.linears import DeviceLinears, Int4Linear, has_int4

@@ -7,15 +7,16 @@ import torch
 
 from tests.gpu.builders import DEVICE, relative_error
 from worker_svc.engine.backend import Norm
-from worker_svc.engine.gpu.kernels import forms, int8_linear, norm_rows, scaled_linear
-from worker_svc.engine.gpu.kernels.norm import add_norm
-from worker_svc.engine.gpu.kernels.scaled_linear import (
+from worker_svc.engine.gpu.kernels import forms, norm_rows
+from worker_svc.engine.gpu.kernels.linears import int8_linear, scaled_linear
+from worker_svc.engine.gpu.kernels.linears.scaled_linear import (
     Fp8Weight,
     quantize_rows,
     quantized,
     reference,
     reference_rows,
 )
+from worker_svc.engine.gpu.kernels.norm import add_norm
 from worker_svc.engine.gpu.layers.linears import DeviceLinears, library_product, library_serves
 from worker_svc.engine.kernels.torch_linear import Int8Linear
 

@@ -16,8 +16,9 @@ from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.gpu import check
 from worker_svc.engine.gpu.check import Comparison, _tensors
-from worker_svc.engine.gpu.kernels import attention, forms, norm, rope_store, scaled_linear
+from worker_svc.engine.gpu.kernels import attention, forms, norm, rope_store
 from worker_svc.engine.gpu.kernels.forms import Forms
+from worker_svc.engine.gpu.kernels.linears import scaled_linear
 from worker_svc.engine.gpu.kernels.sampler import candidates, sample
 from worker_svc.engine.gpu.start.setup import Setup
 

@@ -11,7 +11,8 @@ import triton.language as tl
 from bench.gpu.checks.references import prepared
 from tests.gpu.builders import DEVICE, DTYPES, TOLERANCE, ints, relative_error
 from worker_svc.engine.backend import HeadShape, Norm, RotaryTable
-from worker_svc.engine.gpu.kernels import activation, deltas, fp8, linear, norm, prepare, record, rope_store
+from worker_svc.engine.gpu.kernels import activation, deltas, fp8, norm, prepare, record, rope_store
+from worker_svc.engine.gpu.kernels.linears import linear
 
 EPS = 1e-6
 

@@ -10,9 +10,10 @@ import torch
 from bench.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
 from worker_svc.engine.backend import Routing
 from worker_svc.engine.decoder.layer import FeedForward
-from worker_svc.engine.gpu.kernels import activation, expert_linear, route, scaled_linear
-from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights
-from worker_svc.engine.gpu.kernels.scaled_linear import FP8, Fp8Weight
+from worker_svc.engine.gpu.kernels import activation, route
+from worker_svc.engine.gpu.kernels.linears import expert_linear, scaled_linear
+from worker_svc.engine.gpu.kernels.linears.expert_linear import ExpertWeights
+from worker_svc.engine.gpu.kernels.linears.scaled_linear import FP8, Fp8Weight
 from worker_svc.engine.gpu.layers.experts import StackedExperts, compute_experts
 from worker_svc.engine.gpu.layers.linears import DeviceLinears
 

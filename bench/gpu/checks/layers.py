@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from bench.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
 from worker_svc.engine.backend import Norm, RotaryTable
-from worker_svc.engine.gpu.kernels import activation, fp8, linear, norm, rope_store
+from worker_svc.engine.gpu.kernels import activation, fp8, norm, rope_store
+from worker_svc.engine.gpu.kernels.linears import linear
 
 NUM_ROWS = 3
 LINEAR_ROWS = linear.TILE.rows + 1  # two tiles; the second has one row

@@ -9,9 +9,10 @@ import torch
 
 from bench.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
 from worker_svc.engine.backend import Norm
-from worker_svc.engine.gpu.kernels import int4_linear, int8_linear, norm, norm_rows, scaled_linear
-from worker_svc.engine.gpu.kernels.int4_linear import DEPTH, Int4Weight
-from worker_svc.engine.gpu.kernels.scaled_linear import FP8, Fp8Weight, ScaledRows
+from worker_svc.engine.gpu.kernels import norm, norm_rows
+from worker_svc.engine.gpu.kernels.linears import int4_linear, int8_linear, scaled_linear
+from worker_svc.engine.gpu.kernels.linears.int4_linear import DEPTH, Int4Weight
+from worker_svc.engine.gpu.kernels.linears.scaled_linear import FP8, Fp8Weight, ScaledRows
 from worker_svc.engine.kernels.torch_linear import Int8Rows
 
 NUM_ROWS = scaled_linear.EXACT.rows + 1  # two tiles; the second has one row

@@ -10,8 +10,8 @@ from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.fp8 import round_e4m3
 from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
+from worker_svc.engine.gpu.kernels.linears.scaled_linear import FP8, SMALLEST, ScaledRows, reference_rows, scales_of
 from worker_svc.engine.gpu.kernels.norm import arguments_of, normed_row, reference
-from worker_svc.engine.gpu.kernels.scaled_linear import FP8, SMALLEST, ScaledRows, reference_rows, scales_of
 
 WIDEST = 8192  # inputs that a program holds
 

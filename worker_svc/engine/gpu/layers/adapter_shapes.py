@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.adapters.targets import SITES, Module
-from worker_svc.engine.gpu.kernels.low_rank import ALIGNMENT, LINE, RANKS, SiteOutputs
+from worker_svc.engine.gpu.kernels.linears.low_rank import ALIGNMENT, LINE, RANKS, SiteOutputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 
 from worker_svc.engine.adapters.targets import SITES
 from worker_svc.engine.gpu.kernels.forms import kernel
-from worker_svc.engine.gpu.kernels.low_rank import (
+from worker_svc.engine.gpu.kernels.linears.low_rank import (
     LINE,
     LowRankShape,
     SiteOutputs,

@@ -10,11 +10,11 @@ from worker_svc.engine.backend import ExpertLinears
 from worker_svc.engine.decoder.layer import FeedForward
 from worker_svc.engine.gpu.kernels.activation import gated
 from worker_svc.engine.gpu.kernels.activation import reference as activated
-from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights, add_experts, expert_linear, shape_for
 from worker_svc.engine.gpu.kernels.forms import kernel
+from worker_svc.engine.gpu.kernels.linears.expert_linear import ExpertWeights, add_experts, expert_linear, shape_for
+from worker_svc.engine.gpu.kernels.linears.scaled_linear import ScaledRows, quantize_rows
 from worker_svc.engine.gpu.kernels.route import group, route
 from worker_svc.engine.gpu.kernels.route import reference as route_in_torch
-from worker_svc.engine.gpu.kernels.scaled_linear import ScaledRows, quantize_rows
 
 
 @dataclass(frozen=True, slots=True)

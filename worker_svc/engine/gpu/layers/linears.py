@@ -1,10 +1,10 @@
 """Linear layers on the device, by how their weights are stored.
 
-float   cuBLAS; in exact mode, and for few rows, the Triton kernel of kernels/linear.py
-int8    the Triton kernel of kernels/int8_linear.py, whose sums are integers, in every mode
-fp8     torch._scaled_mm (cuBLAS, CUTLASS) with one scale per row, or the Triton kernel of kernels/scaled_linear.py:
+float   cuBLAS; in exact mode, and for few rows, the Triton kernel of linears/linear.py
+int8    the Triton kernel of linears/int8_linear.py, whose sums are integers, in every mode
+fp8     torch._scaled_mm (cuBLAS, CUTLASS) with one scale per row, or the Triton kernel of linears/scaled_linear.py:
         in exact mode, for scales of groups of inputs, and for shapes and dtypes that the library refuses
-int4    torch._weight_int4pack_mm (tinygemm) in bfloat16, or the Triton kernel of kernels/int4_linear.py: in exact mode
+int4    torch._weight_int4pack_mm (tinygemm) in bfloat16, or the Triton kernel of linears/int4_linear.py: in exact mode
         and in other dtypes; for many rows cuBLAS, with a copy of the weight in the model's dtype
 """
 
@@ -21,10 +21,10 @@ import torch.nn.functional as F
 
 from worker_svc.engine.backend import Linear
 from worker_svc.engine.config import Determinism
-from worker_svc.engine.gpu.kernels import int4_linear, linear
-from worker_svc.engine.gpu.kernels.int4_linear import Int4Weight
-from worker_svc.engine.gpu.kernels.int8_linear import int8_linear, int8_rows
-from worker_svc.engine.gpu.kernels.scaled_linear import (
+from worker_svc.engine.gpu.kernels.linears import int4_linear, linear
+from worker_svc.engine.gpu.kernels.linears.int4_linear import Int4Weight
+from worker_svc.engine.gpu.kernels.linears.int8_linear import int8_linear, int8_rows
+from worker_svc.engine.gpu.kernels.linears.scaled_linear import (
     Fp8Weight,
     ScaledRows,
     quantize_rows,
@@ -188,7 +188,7 @@ def library_int4_product(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor
 
 @cache
 def library_serves_int4(device: torch.device) -> bool:
-    """Whether torch._weight_int4pack_mm multiplies correctly by words in the order of kernels/int4_linear.py."""
+    """Whether torch._weight_int4pack_mm multiplies correctly by words in the order of int4_linear.py."""
     generator = torch.Generator().manual_seed(0)
     steps = torch.randint(0, 16, (16, 256), dtype=torch.uint8, generator=generator)
     scales, zeros = torch.rand(16, 8, generator=generator) + 0.5, 15 * torch.rand(16, 8, generator=generator)

@@ -20,12 +20,12 @@ from worker_svc.engine.decoder.layer import FeedForward, Layer, RoutedExperts
 from worker_svc.engine.decoder.stored import Stored
 from worker_svc.engine.decoder.weights import WeightLoader
 from worker_svc.engine.gpu.collectives.group import ALONE, Group
-from worker_svc.engine.gpu.kernels import int4_linear
-from worker_svc.engine.gpu.kernels.expert_linear import ExpertWeights
 from worker_svc.engine.gpu.kernels.fp8 import scale_for
-from worker_svc.engine.gpu.kernels.int4_linear import Int4Weight
-from worker_svc.engine.gpu.kernels.int8_linear import torch_int8_rows
-from worker_svc.engine.gpu.kernels.scaled_linear import FP8, SMALLEST_GROUP, Fp8Weight, quantized
+from worker_svc.engine.gpu.kernels.linears import int4_linear
+from worker_svc.engine.gpu.kernels.linears.expert_linear import ExpertWeights
+from worker_svc.engine.gpu.kernels.linears.int4_linear import Int4Weight
+from worker_svc.engine.gpu.kernels.linears.int8_linear import torch_int8_rows
+from worker_svc.engine.gpu.kernels.linears.scaled_linear import FP8, SMALLEST_GROUP, Fp8Weight, quantized
 from worker_svc.engine.gpu.layers.adapter_shapes import AdapterShapes, ModuleShard, SiteShard
 from worker_svc.engine.gpu.layers.experts import StackedExperts
 from worker_svc.engine.gpu.layers.linears import DeviceLinears, StoredWeight, WeightFormat, has_fp8, has_int4

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
-from worker_svc.engine.gpu.kernels.linear import torch_linear
-from worker_svc.engine.gpu.kernels.scaled_linear import Tile
+from worker_svc.engine.gpu.kernels.linears.linear import torch_linear
+from worker_svc.engine.gpu.kernels.linears.scaled_linear import Tile
 
 DEPTH = 128  # inputs whose words are neighbours: the innermost tiles of torch's kernel, 8 of 16 inputs
 OUTPUTS = 8  # of a tile of torch's kernel

@@ -11,7 +11,7 @@ import torch
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent, early_bytes, prefetch_rows
-from worker_svc.engine.gpu.kernels.scaled_linear import WIDEST, WIDEST_K, tile_for
+from worker_svc.engine.gpu.kernels.linears.scaled_linear import WIDEST, WIDEST_K, tile_for
 from worker_svc.engine.kernels.torch_linear import INT8_SMALLEST, Int8Rows, int8_steps
 
 

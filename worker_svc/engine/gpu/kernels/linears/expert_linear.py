@@ -13,8 +13,8 @@ import torch
 from worker_svc.engine.gpu.kernels.activation import GATED, gated_of
 from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
+from worker_svc.engine.gpu.kernels.linears.scaled_linear import WIDEST_K, ScaledRows, depth_for
 from worker_svc.engine.gpu.kernels.route import ExpertTiles, Routes
-from worker_svc.engine.gpu.kernels.scaled_linear import WIDEST_K, ScaledRows, depth_for
 
 COLUMNS = 1024  # of a token that a program adds up
 

@@ -1,0 +1,1 @@
+"""Products of linear layers by the form of their weights, those of experts, and those of adapters."""
