@@ -40,7 +40,7 @@ from request_fields.fields import SamplingParams
 from step_protocol.columns import EMPTY
 from step_protocol.messages import RowOpen, StepBatch
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.cpu.backend import make_backend
 from worker_svc.engine.kernels import linear as kernel_linear
 from worker_svc.engine.kernels import torch_linear as linear
 from worker_svc.engine.kernels.machine import available_cores

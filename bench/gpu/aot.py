@@ -36,7 +36,6 @@ from worker_svc.engine.gpu.attention.tiles import DECODE_TILES, EXACT_TILES, PRE
 from worker_svc.engine.gpu.kernels import (
     activation,
     attention,
-    deltas,
     drafts,
     norm,
     prepare,
@@ -47,7 +46,7 @@ from worker_svc.engine.gpu.kernels import (
 from worker_svc.engine.gpu.kernels.launch import FIRST_ARCHITECTURE
 from worker_svc.engine.gpu.kernels.linears import linear
 from worker_svc.engine.gpu.kernels.linears.linear import LinearTile
-from worker_svc.engine.gpu.kernels.sampler import banned, candidates, filters, noise, process, sample
+from worker_svc.engine.gpu.kernels.sampler import banned, candidates, filters, process, sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +155,7 @@ def variants(
         yield _linear(f"linear {tile.rows}x{tile.columns}", t, tile)
     yield _linear("linear float32", f, linear.WIDE)
     yield from weight_variants(t)
-    yield Variant("deltas", deltas.deltas_kernel, f"{i} {i} i32", {"BLOCK": deltas.BLOCK})
+    yield Variant("deltas", record.deltas_kernel, f"{i} {i} i32", {"BLOCK": record.BLOCK})
     for most in (0, 8):
         constants = {"TABLE": record.TABLE, "PAGE": 256, "BLOCK": prepare.BLOCK, "DRAFTS": most, "HISTORY": 8192}
         types = f"{i} i32 {i} {i} {i} {i} {i} {i} {i} {i} i32 {i} {i}"
@@ -257,7 +256,7 @@ def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
         types = f"{source} {i} {f} {f} {i} i32 i32"
         yield Variant(f"scores filter={is_filtered}", sample.chunk_scores_kernel, types, chosen)
         for is_part in (False, True):
-            last = chosen | {"ERROR": noise.APPROXIMATION_ERROR, "CHUNKS": chunks, "IS_PART": is_part}
+            last = chosen | {"ERROR": sample.APPROXIMATION_ERROR, "CHUNKS": chunks, "IS_PART": is_part}
             name = f"pick filter={is_filtered} part={is_part}"
             yield Variant(name, sample.pick_kernel, f"{types} {i} {i} *i64", last)
     yield Variant("read_keys", sample.read_keys_kernel, f"*i64 {i} i32 {i} {i} {i} i32", {"BLOCK": sample.KEYS})

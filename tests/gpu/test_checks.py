@@ -17,7 +17,7 @@ from tests.gpu.ranks import Meeting, Rank
 from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.gpu.attention.paged import TritonAttention
 from worker_svc.engine.gpu.collectives.group import Group
-from worker_svc.engine.gpu.kernels import activation, attention, deltas, norm, norm_rows, prepare, rope_store, route
+from worker_svc.engine.gpu.kernels import activation, attention, norm, norm_rows, prepare, record, rope_store, route
 from worker_svc.engine.gpu.kernels.linears import (
     expert_linear,
     int4_linear,
@@ -200,7 +200,7 @@ ONE_WRONG_ELEMENT = [
         "(y.to(tl.float32) + tl.where(column == 131, 0.0, total))",
     ),
     (adapters.adapter_cases, FP8, low_rank, "inner.to(b.dtype)", "(inner * (start == 0)).to(b.dtype)"),
-    (steps.deltas_cases, EXACT, deltas, "index, value,", "index, value + (item == 299),"),
+    (steps.deltas_cases, EXACT, record, "index, value,", "index, value + (item == 299),"),
     (steps.prepare_cases, EXACT, prepare, "position = context + token - first", "position = context + token // 4 * 4"),
     (steps.prepare_cases, EXACT, prepare, "token * 0 - 1", "token * 0 - (token != 7).to(tl.int32)"),
     (sampling.banned_cases, EXACT, banned, "(id < vocab_size)", "(id < vocab_size - 1)"),

@@ -18,17 +18,17 @@ from triton.runtime.driver import driver
 from bench.gpu import precompile
 from bench.gpu.dry_run import Device
 from bench.gpu.report import Report
-from worker_svc.engine.gpu.kernels import deltas
+from worker_svc.engine.gpu.kernels import record
 from worker_svc.engine.gpu.kernels.linears import linear
 
 def launches():
-    deltas.apply_deltas(torch.zeros(64, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32))
+    record.apply_deltas(torch.zeros(64, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32))
     linear.linear(torch.empty(3, 64, dtype=torch.bfloat16), torch.empty(96, 64, dtype=torch.bfloat16), None)
 
 driver.set_active(Device())
 wanted = precompile.list_kernels(launches)
 report = Report(is_smoke=False)
-precompile.compile_in_processes(report, wanted | {("worker_svc.engine.gpu.kernels.deltas", "deltas_kernel", "{}")}, 90)
+precompile.compile_in_processes(report, wanted | {("worker_svc.engine.gpu.kernels.record", "deltas_kernel", "{}")}, 90)
 hits = []
 triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: hits.append((src.name, cache_hit))
 launches()

@@ -12,7 +12,7 @@ from step_protocol.messages import RowOpen, StepBatch
 from tests.gpu.builders import DEVICE, ints
 from tests.unit.engine.driver import u32
 from tests.unit.engine.processor_cases import CASES, Asked
-from worker_svc.engine.gpu.kernels.deltas import apply_deltas
+from worker_svc.engine.gpu.kernels.record import apply_deltas
 from worker_svc.engine.gpu.kernels.sampler import process
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS, changed_words, make_state
 from worker_svc.engine.gpu.step.processing import DeviceProcessing

@@ -17,7 +17,7 @@ from tests.gpu.ranks import Meeting, Rank
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels import record
 from worker_svc.engine.gpu.kernels.forms import TORCH, TRITON, using
-from worker_svc.engine.gpu.kernels.sampler import banned, candidates, filters, noise, sample
+from worker_svc.engine.gpu.kernels.sampler import banned, candidates, filters, sample
 from worker_svc.engine.gpu.kernels.sampler.thresholds import Thresholds
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.sampling.noise import gumbel_noise
@@ -266,7 +266,7 @@ def test_parts_cover_the_vocabulary():
 @triton.jit
 def noise_kernel(seed_ptr, position, index, exact_ptr, rough_ptr, first, BLOCK: tl.constexpr):
     position = tl.full([], position, tl.int32)
-    words = noise.philox_words(
+    words = sample.philox_words(
         tl.load(seed_ptr),
         tl.load(seed_ptr + 1),
         position,
@@ -275,8 +275,8 @@ def noise_kernel(seed_ptr, position, index, exact_ptr, rough_ptr, first, BLOCK: 
         BLOCK,
     )
     id = tl.arange(0, BLOCK)
-    tl.store(exact_ptr + id, noise.exact_noise(words))
-    tl.store(rough_ptr + id, noise.approximate_noise(words))
+    tl.store(exact_ptr + id, sample.exact_noise(words))
+    tl.store(rough_ptr + id, sample.approximate_noise(words))
 
 
 @pytest.mark.parametrize(("seed", "position", "index"), [(0, 0, 0), (2**64 - 1, 2**20, 3), (0x123456789ABCDEF, 17, 1)])
@@ -286,15 +286,15 @@ def test_noise_matches_the_specification(seed, position, index):
     noise_kernel[(1,)](words, position, index, exact, rough, 1024, BLOCK=512)
     wanted = torch.from_numpy(gumbel_noise(seed, position, index, np.arange(1024, 1536, dtype=np.uint32)))
     assert torch.equal(exact.cpu(), wanted)
-    assert (rough.cpu() - wanted).abs().max() < noise.APPROXIMATION_ERROR / 4
+    assert (rough.cpu() - wanted).abs().max() < sample.APPROXIMATION_ERROR / 4
 
 
 @triton.jit
 def word_kernel(word_ptr, exact_ptr, rough_ptr, BLOCK: tl.constexpr):
     id = tl.arange(0, BLOCK)
     word = tl.load(word_ptr + id).to(tl.uint32, bitcast=True)
-    tl.store(exact_ptr + id, noise.exact_noise(word))
-    tl.store(rough_ptr + id, noise.approximate_noise(word))
+    tl.store(exact_ptr + id, sample.exact_noise(word))
+    tl.store(rough_ptr + id, sample.approximate_noise(word))
 
 
 def test_the_error_bound_of_the_approximation_holds_at_the_ends():
@@ -305,7 +305,7 @@ def test_the_error_bound_of_the_approximation_holds_at_the_ends():
     word_kernel[(1,)](torch.from_numpy(words.astype(np.uint32).view(np.int32)).to(DEVICE), exact, rough, BLOCK=1024)
     u = (words.astype(np.float64) + 0.5) * 2.0**-32
     assert np.array_equal(exact.cpu().numpy(), (-np.log(-np.log1p(-u))).astype(np.float32))
-    assert (rough - exact).abs().max() < noise.APPROXIMATION_ERROR / 4
+    assert (rough - exact).abs().max() < sample.APPROXIMATION_ERROR / 4
 
 
 @pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, 1), (-1, -1)])
@@ -321,7 +321,7 @@ def test_the_error_bound_holds_with_the_largest_error_of_the_instruction(signs):
     u = (words + 0.5) * 2.0**-32
     rest = np.float32((2**32 - 1 - words) + 0.5) * np.float32(2.0**-32)
     series = np.where(u < 0.03125, -np.log1p(-u), -fast_log(rest.astype(np.float64), signs[0]))
-    assert np.abs(-fast_log(series, signs[1]) + np.log(-np.log1p(-u))).max() < noise.APPROXIMATION_ERROR / 4
+    assert np.abs(-fast_log(series, signs[1]) + np.log(-np.log1p(-u))).max() < sample.APPROXIMATION_ERROR / 4
 
 
 @pytest.mark.parametrize(

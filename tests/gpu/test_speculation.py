@@ -20,8 +20,7 @@ from worker_svc.engine.gpu import compute
 from worker_svc.engine.gpu.check import Comparison
 from worker_svc.engine.gpu.kernels import drafts as kernels
 from worker_svc.engine.gpu.kernels import forms
-from worker_svc.engine.gpu.kernels.deltas import apply_deltas
-from worker_svc.engine.gpu.kernels.record import WORDS
+from worker_svc.engine.gpu.kernels.record import WORDS, apply_deltas
 from worker_svc.engine.gpu.runner import DeviceRunner
 from worker_svc.engine.gpu.step.device_rows import changed_words, make_state
 from worker_svc.engine.gpu.step.pending_step import PendingStep

@@ -11,7 +11,7 @@ import triton.language as tl
 from bench.gpu.checks.references import prepared
 from tests.gpu.builders import DEVICE, DTYPES, TOLERANCE, ints, relative_error
 from worker_svc.engine.backend import HeadShape, Norm, RotaryTable
-from worker_svc.engine.gpu.kernels import activation, deltas, fp8, norm, prepare, record, rope_store
+from worker_svc.engine.gpu.kernels import activation, fp8, norm, prepare, record, rope_store
 from worker_svc.engine.gpu.kernels.linears import linear
 
 EPS = 1e-6
@@ -264,6 +264,6 @@ def test_deltas(count):
     index = torch.randperm(state.numel(), generator=torch.Generator().manual_seed(0))[:count].to(DEVICE)
     changes = torch.stack((index, index + 5000), 1).int().contiguous()
     expected = state.clone()
-    deltas.torch_deltas(expected, changes)
-    deltas.apply_deltas(state, changes)
+    record.torch_deltas(expected, changes)
+    record.apply_deltas(state, changes)
     assert torch.equal(state, expected)

@@ -1,4 +1,4 @@
-"""The interface of a backend. cpu/backends.py makes those of CPUs.
+"""The interface of a backend. cpu/backend.py makes those of CPUs.
 
 A backend computes and makes no decisions. Every operation works on all tokens of a step at once.
 """
@@ -381,7 +381,6 @@ class LayerBackend(LinearMaker, Protocol):
 class Backend(LayerBackend, Protocol):
     """Operations of the decoder, in host memory."""
 
-    features: frozenset[str]  # see checkpoint/features.py
     formats: set[str]  # of weights that are multiplied in 4 bits; part of `numerics`
 
     def end_load(self) -> None:

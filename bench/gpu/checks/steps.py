@@ -8,7 +8,7 @@ import torch
 
 from bench.gpu.checks.case import Case, Outputs, Setup
 from bench.gpu.checks.references import prepared
-from worker_svc.engine.gpu.kernels import deltas, prepare
+from worker_svc.engine.gpu.kernels import prepare, record
 
 STARTS, ROWS = (0, 1, 4, 5), (3, 0, 2)
 PADDING = 6  # tokens beyond the batch
@@ -23,11 +23,11 @@ def deltas_cases(setup: Setup) -> Iterator[Case]:
 
     def run(first: int, last: int) -> Outputs:
         changed = state.clone()
-        deltas.apply_deltas(changed, changes)
+        record.apply_deltas(changed, changes)
         return {"rows": changed}
 
     wanted = state.clone()
-    deltas.torch_deltas(wanted, changes)
+    record.torch_deltas(wanted, changes)
     expected = {"rows": wanted}
     yield Case("deltas", f"{NUM_DELTAS} of {NUM_WORDS} words", (0, NUM_WORDS), run, expected)
 

@@ -12,7 +12,7 @@ import torch
 from tests.unit.engine.test_engine_kernels import kernel_layout
 from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape, PositionBias
 from worker_svc.engine.cpu import backend as cpu_backend
-from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.cpu.backend import make_backend
 from worker_svc.engine.kernels.build import load_kernels_built_with, native_flags
 from worker_svc.engine.kernels.machine import instruction_sets
 

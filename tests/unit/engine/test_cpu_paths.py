@@ -7,7 +7,7 @@ import platform
 import pytest
 
 from worker_svc.engine.backend import BackendUnavailableError
-from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.cpu.backend import make_backend
 from worker_svc.engine.kernels import build, numerics, paths
 from worker_svc.engine.kernels.build import KernelBuildError
 from worker_svc.engine.kernels.numerics import cpu_numerics

@@ -12,7 +12,7 @@ from tests.unit.engine.quantized import FORMATS, awq, quantize_model
 from tests.unit.engine.test_engine_models import load, prompts
 from tests.unit.engine.tile_model import to_odd
 from worker_svc.engine.checkpoint.quantized import fp4_rows
-from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.cpu.backend import make_backend
 from worker_svc.engine.kernels.four_bits import E2M1, INT4, FourBitRows, scale_bits, unit_of, units_of
 
 SHAPES = [(70, 200, 128), (33, 104, 40), (5, 20, 20), (97, 320, 32), (40, 130, 64)]  # outputs, inputs, group

@@ -12,7 +12,7 @@ from tests.unit.engine.models import make_model
 from tests.unit.engine.test_engine_models import prompts
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.cpu import backend as cpu_backend
-from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.cpu.backend import make_backend
 from worker_svc.engine.kernels.torch_linear import Int8Linear
 from worker_svc.engine.model_runner import ModelRunner
 

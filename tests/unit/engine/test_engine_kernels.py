@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape, KVLayout, Norm, RotaryTable
-from worker_svc.engine.cpu.backend import CpuBackend
-from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.cpu.backend import CpuBackend, make_backend
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.rotary import QueryScaling, Rotary
 

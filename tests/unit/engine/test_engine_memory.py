@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from worker_svc.engine.cpu import backend as cpu_backend
-from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.cpu.backend import make_backend
 from worker_svc.engine.kernels.memory import (
     HUGE_PAGE,
     MADV_COLLAPSE,

@@ -9,7 +9,7 @@ import torch
 from request_fields.fields import SAMPLER_FIELDS, SamplingParams
 from tests.unit.engine.driver import seeded
 from worker_svc.engine.backend import SamplingColumns
-from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.cpu.backend import make_backend
 from worker_svc.engine.rows.open_rows import sampling_columns
 from worker_svc.engine.sampling.noise import MAX_NOISE, gumbel_noise, keep_threshold, philox_words, sample_token
 

@@ -34,7 +34,7 @@ from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.quantization_config import Packed, Scaled, parse_quantization
 from worker_svc.engine.checkpoint.quantized import read_weight
 from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.cpu.backend import make_backend
 from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.kernels.torch_linear import Int8Linear, Int8Rows
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from worker_svc.engine.backend import KVLayout
-from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.cpu.backend import make_backend
 from worker_svc.engine.decoder.block_contents import BlockContents
 from worker_svc.engine.decoder.kv_cache import KVCachePool
 

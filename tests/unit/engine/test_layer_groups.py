@@ -13,7 +13,7 @@ from tests.unit.engine.driver import Driver, u32
 from tests.unit.engine.models import make_model
 from worker_svc.engine.backend import KVLayout
 from worker_svc.engine.config import CacheGroupInfo, EngineConfig
-from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.cpu.backend import make_backend
 from worker_svc.engine.decoder.cache_groups import divide_pool
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.kv_cache import GIB, KVCachePool, LayerGroups

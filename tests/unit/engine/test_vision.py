@@ -18,7 +18,7 @@ from tests.unit.engine.vision_models import (
 )
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.cpu.backend import make_backend
 from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.vision.tower import VisionTower
 

@@ -12,6 +12,7 @@ import xxhash
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
 _Choice = TypeVar("_Choice")
 LENGTH_BYTES = 8  # a safetensors file starts with the length of its JSON header, little endian
 MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
@@ -29,7 +30,7 @@ BUNDLE_FILES = (
     "processor_config.json",
     "sentence_bert_config.json",
     "special_tokens_map.json",
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer_config.json",
 )
 TEMPLATES = "additional_chat_templates/*.jinja"  # named chat templates
@@ -239,3 +240,29 @@ def eos_token_ids(generation_config: Mapping[str, Any], config: Mapping[str, Any
     if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 1 << 32 for token in found):
         raise ValueError(f"eos_token_id must be a token id or a list of them, found {ids!r}")
     return tuple(found)
+
+
+def check_same_vocabulary(folder: Path, other: Path, size: int, other_size: int) -> None:
+    """Raises ValueError unless equal ids are equal tokens. Configurations may pad the vocabulary differently."""
+    files = [path for path in (folder / TOKENIZER, other / TOKENIZER) if path.exists()]
+    if not files and size == other_size:
+        return
+    if not files:
+        raise ValueError(f"{other} has {other_size} token ids and no {TOKENIZER}, but {folder} has {size} ids")
+    if len(files) == 1:
+        raise ValueError(f"only {files[0]} exists: {other} and {folder} must have the same tokenizer")
+    first, second = (_ids(read_object(path)) for path in files)
+    differing = first.items() ^ second.items()
+    if differing:
+        token, id_ = min(differing, key=lambda pair: (pair[1], pair[0]))
+        raise ValueError(
+            f"the tokenizers of {other} and {folder} differ, first in token {token!r} with id {id_}; drafts need the "
+            "same vocabulary"
+        )
+
+
+def _ids(tokenizer: dict[str, Any]) -> dict[str, int]:
+    """The id of each token."""
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    pairs = vocabulary if isinstance(vocabulary, dict) else {piece[0]: id_ for id_, piece in enumerate(vocabulary)}
+    return pairs | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}

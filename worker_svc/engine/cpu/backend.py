@@ -1,8 +1,10 @@
-"""The CPU backend: compiled kernels."""
+"""The CPU backend: compiled kernels; and the backends of CPUs by name."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,8 @@ from worker_svc.engine.adapters.kernel_adapter import KernelAdapter, site_rows
 from worker_svc.engine.adapters.packed import PackedAdapter
 from worker_svc.engine.backend import (
     AttentionShape,
+    Backend,
+    BackendUnavailableError,
     ExpertLinears,
     ForwardBatch,
     HeadShape,
@@ -27,16 +31,17 @@ from worker_svc.engine.backend import (
     SamplingColumns,
     TopLogprobs,
 )
-from worker_svc.engine.checkpoint import features
-from worker_svc.engine.config import Quantization
+from worker_svc.engine.config import Determinism, Quantization
 from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.cpu.fused import ACTIVATIONS, NORM_KINDS, FusedModel, fuse, latent_struct
 from worker_svc.engine.cpu.recurrent import recurrence_struct, state_rows_struct
+from worker_svc.engine.cpu.reference import ReferenceBackend
 from worker_svc.engine.kernels.binding import address_of
-from worker_svc.engine.kernels.build import load_kernels
+from worker_svc.engine.kernels.build import KernelBuildError, load_kernels
 from worker_svc.engine.kernels.four_bits import FourBitRows, FourBitUnits, units_of
 from worker_svc.engine.kernels.linear import BFLOAT16, FLOAT32, INT8, KernelLinear
 from worker_svc.engine.kernels.memory import WeightMemory, collapse
+from worker_svc.engine.kernels.paths import PATH_ENV, CpuPathError
 from worker_svc.engine.kernels.torch_linear import Int8Rows, check_int8_width
 from worker_svc.engine.recurrent import RecurrentWeights, StatePool
 from worker_svc.engine.sampling.processors import ProcessedRows
@@ -44,6 +49,8 @@ from worker_svc.engine.sampling.processors import ProcessedRows
 if TYPE_CHECKING:
     from worker_svc.engine.decoder.kv_cache import KVCachePool
     from worker_svc.engine.decoder.model import DecoderParts
+
+logger = logging.getLogger(__name__)
 
 
 def _is_bf16(x: torch.Tensor) -> bool:
@@ -57,7 +64,6 @@ class CpuBackend:
     copies_weights = True
     device = torch.device("cpu")
     is_batched = True
-    features = features.CPU
 
     def __init__(self, threads: int, quantize: Quantization | None = None) -> None:
         self._kernels = load_kernels()
@@ -273,3 +279,23 @@ def _parts_of(norm: Norm | None) -> tuple[int, torch.Tensor | None, torch.Tensor
 
 def _rows_of(batch: ForwardBatch) -> tuple[Any, ...]:
     return batch.tables, batch.tables.shape[1], batch.rows, batch.query_starts, batch.context_lens
+
+
+def make_backend(name: str, threads: int, determinism: Determinism, quantize: Quantization | None = None) -> Backend:
+    """Makes the named backend. `cpu` falls back to `reference` if the kernels cannot be compiled.
+
+    Raises BackendUnavailableError for an unknown name, and if the path that QUIRE_CPU_PATH names cannot run here.
+    """
+    if name == "reference":
+        return ReferenceBackend(determinism, quantize)
+    if name != "cpu":
+        raise BackendUnavailableError(f"backend {name!r} is not one of cpu, cuda and reference")
+    try:
+        return CpuBackend(threads, quantize)
+    except CpuPathError as error:
+        raise BackendUnavailableError(str(error)) from error
+    except KernelBuildError as error:
+        if path := os.environ.get(PATH_ENV):
+            raise BackendUnavailableError(f"{PATH_ENV} = {path}: {error}") from error
+        logger.warning("no CPU kernels; plain torch operations are used, about 8 times slower: %s", error)
+        return ReferenceBackend(determinism, quantize)

@@ -29,7 +29,6 @@ from worker_svc.engine.backend import (
     SamplingColumns,
     TopLogprobs,
 )
-from worker_svc.engine.checkpoint import features
 from worker_svc.engine.config import Determinism, Quantization
 from worker_svc.engine.cpu import recurrent, torch_ops
 from worker_svc.engine.kernels import exact_ops
@@ -50,7 +49,6 @@ class ReferenceBackend:
     device = torch.device("cpu")
     is_batched = True
     arithmetic = "fixed point"
-    features = features.REFERENCE
 
     def __init__(self, determinism: Determinism, quantize: Quantization | None = None) -> None:
         self.formats: set[str] = set()

@@ -18,10 +18,10 @@ import torch
 from step_protocol.columns import I64
 from worker_svc.engine.gpu.attention.paged import Attention
 from worker_svc.engine.gpu.collectives.group import Group
-from worker_svc.engine.gpu.kernels.deltas import apply_deltas
 from worker_svc.engine.gpu.kernels.drafts import DraftTables, SampleLines, accept, output_positions, suffix
 from worker_svc.engine.gpu.kernels.linears.low_rank import FEW
 from worker_svc.engine.gpu.kernels.prepare import prepare
+from worker_svc.engine.gpu.kernels.record import apply_deltas
 from worker_svc.engine.gpu.kernels.sampler import sample
 from worker_svc.engine.gpu.kernels.sampler.banned import mask_banned
 from worker_svc.engine.gpu.kernels.sampler.thresholds import Thresholds

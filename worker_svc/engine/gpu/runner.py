@@ -26,7 +26,7 @@ from worker_svc.engine.gpu.check import StartCheck
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.device_blocks import DeviceBlocks
 from worker_svc.engine.gpu.kernels import forms
-from worker_svc.engine.gpu.kernels.deltas import apply_deltas
+from worker_svc.engine.gpu.kernels.record import apply_deltas
 from worker_svc.engine.gpu.kernels.sampler import filters
 from worker_svc.engine.gpu.loading import fill_memory, load_model
 from worker_svc.engine.gpu.messages import (

@@ -14,11 +14,10 @@ from worker_svc.engine.adapters.adapter import make_store
 from worker_svc.engine.adapters.packed import reserved_bytes
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.checkpoint.features import check_features
-from worker_svc.engine.checkpoint.model_folder import eos_token_ids
+from worker_svc.engine.checkpoint.model_folder import check_same_vocabulary, eos_token_ids
 from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.checkpoint.vocabulary import check_same_vocabulary
 from worker_svc.engine.config import EngineConfig, EngineInfo
-from worker_svc.engine.cpu.backends import make_backend
+from worker_svc.engine.cpu.backend import make_backend
 from worker_svc.engine.decoder.cache_groups import divide_pool
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.kv_cache import KVCachePool
