@@ -64,7 +64,7 @@ from tests.processes.redis_server import RedisServer
 from tests.processes.stack import Service, Stack, is_ready
 from worker_svc.blocks import MovementSettings, WorkerBlocks
 from worker_svc.engine.decoder.block_contents import BlockContents
-from worker_svc.engine.decoder.block_payload import BlockPart, MovableBlocks
+from worker_svc.engine.decoder.block_payload import MovableBlocks, PoolPart
 from worker_svc.kv_store.block_store import BlockStore
 from worker_svc.kv_store.disk_tier import DiskTier
 from worker_svc.kv_store.nixl_memory import has_nixl
@@ -80,7 +80,7 @@ def payload_blocks(*, is_source: bool) -> MovableBlocks:
     """The pool of a worker with blocks of BLOCK_BYTES. Those of a source are committed."""
     contents = BlockContents(NUM_BLOCKS, BLOCK_SIZE)
     array = np.random.default_rng(1).integers(0, 256, (LAYERS, NUM_BLOCKS, BLOCK_BYTES // LAYERS), np.uint8)
-    blocks = MovableBlocks(contents, [BlockPart("uint8", (BLOCK_BYTES // LAYERS,), array)])
+    blocks = MovableBlocks(contents, [PoolPart("uint8", (BLOCK_BYTES // LAYERS,), array)])
     if is_source:
         contents.commit(np.arange(NUM_BLOCKS), DIGESTS)
     return blocks

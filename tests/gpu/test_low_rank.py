@@ -12,7 +12,7 @@ from worker_svc.engine.gpu.kernels.linears import low_rank
 from worker_svc.engine.gpu.kernels.linears.low_rank import RANKS as RANK_UNIT
 from worker_svc.engine.gpu.kernels.linears.low_rank import reference, splits_of
 from worker_svc.engine.gpu.layers.adapter_shapes import AdapterShapes, ModuleShard, SiteShard
-from worker_svc.engine.gpu.layers.device_slots import DeviceSlots, StepAdapters
+from worker_svc.engine.gpu.layers.device_slots import DeviceSlots, TokenAdapters
 
 QKV, OUT = 0, 1
 OUTPUTS = (48, 24, 136)  # outputs of the modules of a fused layer: a tile is 128 outputs
@@ -67,7 +67,7 @@ def inputs(of_rows, num_inputs, site, dtype):
 
 def added(slots, of_rows, site, x, y):
     column = torch.tensor(of_rows, dtype=torch.int32, device=DEVICE)
-    StepAdapters(slots, column).add(0, site, x, found := y.clone())
+    TokenAdapters(slots, column).add(0, site, x, found := y.clone())
     return found
 
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from step_protocol.columns import I64, U32
 from worker_svc.engine.decoder.block_contents import BlockContents
-from worker_svc.engine.decoder.block_payload import BlockPart
+from worker_svc.engine.decoder.block_payload import PoolPart
 from worker_svc.simulator.tokens import GOLDEN, MIX_1, MIX_2
 
 U64 = npt.NDArray[np.uint64]
@@ -83,10 +83,10 @@ class SimPool(BlockContents):
             self.sums[target] = self.sums[source]
         self.copy_tokens(src, dst)
 
-    def block_parts(self) -> list[BlockPart]:
+    def block_parts(self) -> list[PoolPart]:
         """The arrays of which a block has a part."""
         arrays = self.digests.reshape(1, self.num_blocks, -1), self.sums.reshape(1, self.num_blocks, 1)
-        return [BlockPart("uint64", array.shape[2:], array.view(np.uint8)) for array in arrays]
+        return [PoolPart("uint64", array.shape[2:], array.view(np.uint8)) for array in arrays]
 
 
 def block_weights(block_size: int) -> U64:

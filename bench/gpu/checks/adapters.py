@@ -9,7 +9,7 @@ from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.adapters.targets import SITES, Module
 from worker_svc.engine.gpu.kernels.linears import low_rank
 from worker_svc.engine.gpu.layers.adapter_shapes import AdapterShapes, ModuleShard, SiteShard
-from worker_svc.engine.gpu.layers.device_slots import NO_ADAPTER, DeviceSlots, StepAdapters
+from worker_svc.engine.gpu.layers.device_slots import NO_ADAPTER, DeviceSlots, TokenAdapters
 
 OUTPUTS = (low_rank.BLOCK_N + 16, 48, 16)  # outputs of the modules of the fused layer
 NUM_INPUTS = low_rank.SPLIT_INPUTS + 32  # two parts
@@ -32,7 +32,7 @@ def _case(setup: Setup, of_rows: list[int]) -> Case:
 
     def run(first: int, last: int) -> Outputs:
         found = y[first:last].clone()
-        StepAdapters(slots, setup.ints(*of_rows[first:last])).add(0, 0, x[first:last].clone(), found)
+        TokenAdapters(slots, setup.ints(*of_rows[first:last])).add(0, 0, x[first:last].clone(), found)
         return {"output": found}
 
     outputs = slots.site(0, 0)

@@ -16,7 +16,7 @@ from worker_svc.engine.decoder.block_contents import BlockContents
 Bytes = npt.NDArray[np.uint8]
 
 
-class BlockPart(NamedTuple):
+class PoolPart(NamedTuple):
     """An array of the pool, as bytes [layers, num_blocks, bytes]. `dtype` and `shape` are of one block in one layer."""
 
     dtype: str
@@ -116,7 +116,7 @@ class MovableBlocks(InHostMemory):
     def __init__(
         self,
         contents: BlockContents,
-        parts: Sequence[BlockPart],
+        parts: Sequence[PoolPart],
         others: Sequence[Movable] = (),
         *,
         blocks: range | None = None,
@@ -159,7 +159,7 @@ class MovableBlocks(InHostMemory):
         for part, place in self._places(payload):
             part.array[:, block] = place
 
-    def _places(self, payload: Bytes) -> list[tuple[BlockPart, Bytes]]:
+    def _places(self, payload: Bytes) -> list[tuple[PoolPart, Bytes]]:
         """The part of the payload that belongs to each array, [layers, bytes]."""
         places, start = [], 0
         for part in self._parts:

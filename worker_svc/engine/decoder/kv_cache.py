@@ -14,7 +14,7 @@ from step_protocol.columns import I64
 from worker_svc.engine.backend import KVLayout, LayerBackend
 from worker_svc.engine.config import CacheGroupInfo
 from worker_svc.engine.decoder.block_contents import BlockContents
-from worker_svc.engine.decoder.block_payload import BlockPart, Movable, MovableBlocks
+from worker_svc.engine.decoder.block_payload import Movable, MovableBlocks, PoolPart
 from worker_svc.engine.kernels.memory import lazy_zeros
 from worker_svc.engine.recurrent import StatePool
 
@@ -114,9 +114,9 @@ class KVCachePool(BlockContents):
                 backend.copy_blocks(tensor, src[own] - first, dst[own] - first)
         self.copy_tokens(src, dst)
 
-    def _parts_of(self, group: int) -> list[BlockPart]:
+    def _parts_of(self, group: int) -> list[PoolPart]:
         return [
-            BlockPart(str(tensor.dtype), tuple(tensor.shape[2:]), tensor.flatten(2).view(torch.uint8).numpy())
+            PoolPart(str(tensor.dtype), tuple(tensor.shape[2:]), tensor.flatten(2).view(torch.uint8).numpy())
             for tensor, other in zip(self.tensors, self._groups, strict=True)
             if other == group
         ]

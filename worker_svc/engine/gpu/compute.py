@@ -25,7 +25,7 @@ from worker_svc.engine.gpu.kernels.record import apply_deltas
 from worker_svc.engine.gpu.kernels.sampler import sample
 from worker_svc.engine.gpu.kernels.sampler.banned import mask_banned
 from worker_svc.engine.gpu.kernels.sampler.thresholds import Thresholds
-from worker_svc.engine.gpu.layers.device_slots import DeviceSlots, StepAdapters
+from worker_svc.engine.gpu.layers.device_slots import DeviceSlots, TokenAdapters
 from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.step.device_step import DeviceLogits, DeviceStep
 from worker_svc.engine.gpu.step.graphs import Graphs, Recorder
@@ -313,7 +313,7 @@ class StepCompute:
             output_positions(_lines(columns), self._state, columns.output_positions)
         if self._adapters is None or not bucket.has_adapters:
             return columns
-        return replace(columns, adapters=StepAdapters(self._adapters, self._buffer.adapter_slots(bucket)))
+        return replace(columns, adapters=TokenAdapters(self._adapters, self._buffer.adapter_slots(bucket)))
 
     def _sample(self, columns: StepColumns, logits: torch.Tensor, *, is_filtered: bool) -> None:
         lowest = None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.step.device_step import DeviceLogits, DevicePart, DeviceStep
-from worker_svc.engine.gpu.step.logprobs import BeamCandidates, PromptScores, SampledScores
+from worker_svc.engine.gpu.step.logprobs import DeviceCandidates, DevicePromptScores, DeviceSampledScores
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.tables import RowTables
 from worker_svc.engine.sampling.grammars import RowGrammars
@@ -20,10 +20,10 @@ def device_parts(
     """`settle` makes the tokens of earlier steps known."""
     masks = [] if tables.grammars is None else [DeviceMasks(tables.grammars, rows.vocab_size, group, settle)]
     return [
-        PromptScores(tables.logprobs, compute.scorer),
+        DevicePromptScores(tables.logprobs, compute.scorer),
         compute.pooling.serve(tables.pooling, rows.prompt_lens),
-        SampledScores(tables.logprobs, compute.scorer),
-        BeamCandidates(tables.beams, compute.scorer),
+        DeviceSampledScores(tables.logprobs, compute.scorer),
+        DeviceCandidates(tables.beams, compute.scorer),
         compute.processing,
         *masks,
     ]

@@ -28,7 +28,7 @@ from worker_svc.engine.gpu.layers.adapter_shapes import AdapterShapes, DeviceAda
 NO_ADAPTER = -1
 
 
-class StepAdapters:
+class TokenAdapters:
     """The adapters of a step: the slot of each token, and the tiles of tokens with the same one."""
 
     def __init__(self, slots: DeviceSlots, of_tokens: torch.Tensor) -> None:
@@ -37,9 +37,9 @@ class StepAdapters:
         self._shape = slots.shape_for(len(of_tokens))
         self._tiles: ExpertTiles | None = None
 
-    def at(self, tokens: torch.Tensor) -> StepAdapters:
+    def at(self, tokens: torch.Tensor) -> TokenAdapters:
         """Those of some tokens of the step."""
-        return StepAdapters(self._slots, self._of_tokens.index_select(0, tokens))
+        return TokenAdapters(self._slots, self._of_tokens.index_select(0, tokens))
 
     def _add_in_torch(self, layer: int, site: int, x: torch.Tensor, y: torch.Tensor) -> None:
         y.copy_(reference(x, y, self._slots.buffers, self._slots.site(layer, site), self._of_tokens.tolist()))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from step_protocol.columns import I64
-from step_protocol.features import BeamCandidates as CandidateColumns
+from step_protocol.features import BeamCandidates
 from step_protocol.messages import RowErrorCode
 from worker_svc.engine.backend import TopLogprobs
 from worker_svc.engine.gpu.collectives.group import Group
@@ -51,10 +51,10 @@ class HostCandidates:
     values: torch.Tensor  # float32 [P, most candidates]
     ids: torch.Tensor  # int64 [P, most candidates]
 
-    def read(self) -> CandidateColumns:
+    def read(self) -> BeamCandidates:
         is_kept = np.arange(self.values.shape[1]) < self.beams.counts[:, None]
         rows = np.repeat(self.beams.rows, self.beams.counts).astype(np.uint32)
-        return CandidateColumns(rows, self.ids.numpy()[is_kept].astype(np.uint32), self.values.numpy()[is_kept])
+        return BeamCandidates(rows, self.ids.numpy()[is_kept].astype(np.uint32), self.values.numpy()[is_kept])
 
 
 class Scorer:
@@ -168,7 +168,7 @@ class Scorer:
         return HostCandidates(beams, values, ids)
 
 
-class SampledScores(DevicePart):
+class DeviceSampledScores(DevicePart):
     """Log probabilities of sampled tokens. Comes before the parts that change logits: it keeps those of the model."""
 
     def __init__(self, table: LogprobTable, scorer: Scorer) -> None:
@@ -192,7 +192,7 @@ def _read_sampled(asked: LogprobRows, scores: HostScores, results: StepResults) 
     results.output.logprobs = columns.select(results.is_good)
 
 
-class PromptScores(DevicePart):
+class DevicePromptScores(DevicePart):
     """Log probabilities of prompt tokens and of forced tokens."""
 
     def __init__(self, table: LogprobTable, scorer: Scorer) -> None:
@@ -217,7 +217,7 @@ def _read_prompt(targets: PromptTargets, scores: HostScores, results: StepResult
     results.output.add(targets.to_columns([to_columns(found, targets.num_top)], bad_rows))
 
 
-class BeamCandidates(DevicePart):
+class DeviceCandidates(DevicePart):
     """The candidates of beams, from their log-softmax instead of their logits."""
 
     def __init__(self, table: BeamTable, scorer: Scorer) -> None:

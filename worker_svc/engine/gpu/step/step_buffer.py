@@ -19,7 +19,7 @@ from request_fields.fields import MAX_BANNED_IDS
 from step_protocol.columns import I32, I64
 from worker_svc.engine.backend import DeepRows, Embedded, RotaryTable
 from worker_svc.engine.gpu.kernels.attention import Queries
-from worker_svc.engine.gpu.layers.device_slots import NO_ADAPTER, StepAdapters
+from worker_svc.engine.gpu.layers.device_slots import NO_ADAPTER, TokenAdapters
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS
 from worker_svc.engine.gpu.uploads import to_device
 from worker_svc.engine.step import CheckedStep
@@ -93,7 +93,7 @@ class StepColumns:
     positions: torch.Tensor  # [T]
     slots: torch.Tensor  # [T]
     host: HostStep | None = None
-    adapters: StepAdapters | None = None  # None: no token has one
+    adapters: TokenAdapters | None = None  # None: no token has one
 
 
 @dataclass(slots=True)
