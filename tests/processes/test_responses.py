@@ -33,7 +33,8 @@ class Running:
         self.stack = stack
         self.redis = redis
         self.scheduler = stack.start_scheduler("--insecure", "--redis", redis.url)
-        flags = ("--kv-cache-memory", "64M", "--model-name", MODEL)
+        # An answer takes seconds, so that a kill comes before its end although the client reads late.
+        flags = ("--executor", "sim", "--sim-step-ms", "8", "--num-blocks", "2048", "--model-name", MODEL)
         stack.start_worker(self.scheduler, demo_model_dir(), *flags)
         self.first, self.first_url = self.start_gateway()
         self.second, self.second_url = self.start_gateway()

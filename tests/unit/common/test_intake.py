@@ -91,6 +91,17 @@ async def test_a_late_request_ends_and_a_cancelled_one_stays_cancelled(monkeypat
     assert [type(end) for end in ends] == [LateRequestError, LateRequestError, asyncio.CancelledError]
 
 
+def test_memory_of_a_peak_is_returned_without_a_limit() -> None:
+    """A block that is still in use keeps the freed ones before it in the process, unless they are trimmed."""
+    limit = memory.MemoryLimit(None)
+    before = memory.resident_bytes()
+    blocks = [b"x" * 60_000 + bytes([number % 256]) for number in range(3_000)]
+    del blocks[:-1]
+    assert memory.resident_bytes() - before > 100 << 20
+    assert limit.exceeded_by() is None
+    assert memory.resident_bytes() - before < 64 << 20
+
+
 async def test_bombs_of_reflection_are_freed_without_a_garbage_collection() -> None:
     """60 messages of 16 KiB that decompress to 16 MiB took 2 GB until the next garbage collection."""
     server = GrpcServer(
@@ -187,6 +198,17 @@ async def test_probes_that_never_end_are_ended_soon(server: GrpcServer) -> None:
         async with asyncio.timeout(20.0):
             outcomes = await asyncio.gather(*ends)
     assert {outcome.code for outcome in outcomes} == {"DEADLINE_EXCEEDED"}
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+async def test_probes_have_few_places(server: GrpcServer, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """On the ports of all services: schedulers and workers take larger messages, so fewer at a time."""
+    monkeypatch.setattr(memory, "STRANGER_BYTES", 4 * MESSAGE_BYTES)
+    monkeypatch.setattr(memory, "STRANGER_TIMEOUT_S", 60.0)
+    async with await Http2.open(server.address) as connection:
+        held = await held_bytes(connection, f"/{PROBES}{method}", 30)
+        assert held <= 4 * MESSAGE_BYTES
+        assert (await connection.call(f"/{PROBES}Check", frame_message(b""))).code == "OK"
 
 
 async def test_a_probe_has_a_name_only(server: GrpcServer) -> None:

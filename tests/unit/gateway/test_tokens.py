@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import time
@@ -25,6 +26,8 @@ from gateway_svc.limits.buckets import LocalBuckets
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.limits.settings import LimitsFile
 from svc_common.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError
+from svc_common.memory import Intake
+from svc_common.tasks import cancel
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, refused
 from tests.unit.gateway.jwt_issuer import AUDIENCE, ISSUER, Issuer, JwksServer, make_key
 from tests.unit.gateway.test_http import HttpGateway
@@ -111,6 +114,26 @@ async def test_refused_tokens(tokens: JsonWebTokens, issuer: Issuer, make: Any, 
 async def test_clocks_may_differ_a_little(tokens: JsonWebTokens, issuer: Issuer) -> None:
     assert await tokens.check(issuer.token(exp=time.time() - 20))
     assert await tokens.check(issuer.token(nbf=time.time() + 20))
+
+
+async def test_tokens_without_a_subject_do_not_share_places(tokens: JsonWebTokens, issuer: Issuer) -> None:
+    """One tenant's bodies that never end must not keep another tenant's body waiting."""
+    senders = [(await tokens.check(issuer.token(tenant=name, without="sub"))).sender for name in ("team-a", "team-b")]
+    intake, never, holds = Intake(max_receiving=8), asyncio.Event(), asyncio.Semaphore(0)
+
+    async def hold() -> None:
+        holds.release()
+        await never.wait()
+
+    async def read() -> bytes:
+        return b"body"
+
+    held = [asyncio.create_task(intake.receive(senders[0], hold)) for _ in range(8)]
+    async with asyncio.timeout(20.0):
+        for _ in range(2):  # all places of one sender
+            await holds.acquire()
+        assert await intake.receive(senders[1], read) == b"body"
+    await cancel(*held)
 
 
 async def test_owners_of_tokens(tokens: JsonWebTokens, issuer: Issuer) -> None:
