@@ -451,14 +451,26 @@ def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**{name: given.get(name, field.default or 0) for name, field in SAMPLER_FIELDS.items()})
 
 
-class End(Enum):
-    """Why a sequence ended by its own tokens, named as in FinishReason of the protocol."""
+class FinishReason(Enum):
+    """Why a sequence ended, named as in the protocol. Preemption is an event, never a reason."""
 
-    EOS = "eos"
-    STOP = "stop"
-    LENGTH = "length"
+    EOS = "eos"  # the model produced its end-of-sequence token
+    STOP = "stop"  # a stop string or stop token id matched
+    LENGTH = "length"  # max_tokens, max_model_len or the KV pool was reached
+    ABORTED = "aborted"  # ended by the client, by Abort or by a deadline
+    ERROR = "error"  # the server could not finish the sequence
 
     __hash__ = object.__hash__  # a key of dicts in hot paths; the hash of Enum is a Python function
+
+
+class TokenArray(Protocol):
+    """Token ids in 4 bytes each: an array of the standard library or of numpy."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+    def tobytes(self) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,16 +483,22 @@ class StopCondition:
     min_tokens: int = 0
     is_constrained: bool = False  # a grammar allows EOS only where the output is complete, so EOS always ends it
 
-    def end_of(self, last_token: int, num_output: int, eos_token_ids: Container[int]) -> End | None:
-        """Why the sequence ends with its newest output token, the `num_output`-th; None if it continues."""
+    @property
+    def may_end_anywhere(self) -> bool:
+        """Whether other tokens than EOS may end the output before max_tokens."""
+        return bool(self.stop_token_ids)
+
+    def end_of(self, output: TokenArray, eos_token_ids: Container[int]) -> FinishReason | None:
+        """Why the sequence ends with the last token of its output so far; None if it continues."""
+        last_token, num_output = int(output[-1]), len(output)
         if self.is_constrained and last_token in eos_token_ids:
-            return End.EOS
+            return FinishReason.EOS
         if num_output > self.min_tokens:
             if last_token in eos_token_ids and not self.ignore_eos:
-                return End.EOS
+                return FinishReason.EOS
             if last_token in self.stop_token_ids:
-                return End.STOP
-        return End.LENGTH if num_output >= self.max_tokens else None
+                return FinishReason.STOP
+        return FinishReason.LENGTH if num_output >= self.max_tokens else None
 
     def banned_ids(self, eos_token_ids: Iterable[int]) -> list[int]:
         """Ids that cannot be sampled before `min_tokens` output tokens exist."""

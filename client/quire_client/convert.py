@@ -26,13 +26,7 @@ from quire_client.types import (
 
 R = TypeVar("R", bound=Result)
 
-FINISH_REASONS = {
-    types_pb2.FINISH_REASON_EOS: FinishReason.EOS,
-    types_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    types_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    types_pb2.FINISH_REASON_ABORTED: FinishReason.ABORTED,
-    types_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
-}
+FINISH_REASONS = {types_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}
 
 
 def token_logprobs(message: pb.Logprobs, token_ids: Sequence[int]) -> tuple[TokenLogprob, ...]:

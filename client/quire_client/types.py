@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire_client.plain import Result
 from quire_client.results import *  # noqa: F403
 from quire_client.results import Message, ToolCall, ToolCallDelta, Usage, WeightVersionSpan
-
-
-class FinishReason(enum.Enum):
-    """Why a sample ended."""
-
-    EOS = "eos"  # the model produced its end-of-sequence token
-    STOP = "stop"  # a stop string or stop token id matched: see `Sample.matched`
-    LENGTH = "length"  # max_tokens, max_model_len or the KV pool was reached
-    ABORTED = "aborted"  # ended by the client, by abort() or by a deadline
-    ERROR = "error"  # the server could not finish the sample: see `Sample.message`
+from request_fields.fields import FinishReason as FinishReason
 
 
 @dataclass(frozen=True, slots=True)

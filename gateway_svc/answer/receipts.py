@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.answer.request_meter import FAILED, REASONS
 from gateway_svc.request.plan import GenerationPlan
 from request_fields.receipts import Answer, ReceiptError, private_key, receipt_text
 from svc_common.config import SettingError
@@ -63,14 +64,14 @@ class SampleProof:
 
     def receipt(self, finished: pb.Finished) -> str:
         """The receipt of a finished sample; empty if it has no output or has failed."""
-        if not self.token_ids or finished.reason in (types.FINISH_REASON_ERROR, types.FINISH_REASON_UNSPECIFIED):
+        if not self.token_ids or finished.reason in FAILED:
             return ""
         return self._signer.sign(
             {
                 **_facts(self._plan),
                 **_weights(finished),
                 "sample": self._index,
-                "finish_reason": types.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower(),
+                "finish_reason": REASONS[finished.reason],
                 "num_prompt_tokens": len(self._plan.prompt.ids),
                 "num_output_tokens": len(self.token_ids),
                 "first_digest": len(self.token_ids) - len(self.digests),

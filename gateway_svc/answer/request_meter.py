@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 http_request_id: ContextVar[str] = ContextVar("http_request_id", default="")  # x-request-id of the HTTP request
 
 REASONS = {value: name.removeprefix("FINISH_REASON_").lower() for name, value in types.FinishReason.items()}
+FAILED = (types.FINISH_REASON_ERROR, types.FINISH_REASON_UNSPECIFIED)
 
 
 @dataclass(slots=True)

@@ -29,14 +29,9 @@ from gateway_svc.schedulers.scheduler_request import SampleJournal, SchedulerReq
 from gateway_svc.text.answer import AnswerPiece
 from gateway_svc.text.detokenizer import SampleText
 from gateway_svc.text.stop_strings import StoppedText, StopStrings
-from request_fields.fields import End
+from request_fields.fields import FinishReason
 from svc_common.errors import InvalidRequestError
 
-REASONS = {
-    End.EOS: types.FINISH_REASON_EOS,
-    End.STOP: types.FINISH_REASON_STOP,
-    End.LENGTH: types.FINISH_REASON_LENGTH,
-}
 JOINED_BYTES = 64 << 10  # far below clients' limit of 4 MiB, with the largest event
 MAX_CHUNK_TOKENS = 1024  # detokenizing takes a few milliseconds, and the message is far below clients' limit of 4 MiB
 
@@ -250,11 +245,12 @@ class SampleStream:
         plan = self._plan
         if not output or plan.sampling.beams is not None:
             return None
-        end = plan.sampling.condition.end_of(output[-1], len(output), plan.model.info.eos_token_ids)
+        end = plan.sampling.condition.end_of(output, plan.model.info.eos_token_ids)
         if end is None:
             return None
-        finish = scheduler_pb2.SampleFinished(sample_index=self.index, reason=REASONS[end])
-        if end is End.STOP:
+        reason = types.FinishReason.Value(f"FINISH_REASON_{end.name}")
+        finish = scheduler_pb2.SampleFinished(sample_index=self.index, reason=reason)
+        if end is FinishReason.STOP:
             finish.stop_token_id = output[-1]
         return finish
 

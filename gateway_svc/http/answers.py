@@ -15,6 +15,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.receipts import span_values
+from gateway_svc.answer.request_meter import FAILED, REASONS
 from gateway_svc.http.bodies import Generation
 from gateway_svc.http.errors import error_body
 from gateway_svc.http.json_text import encode, encoded_list, joined_lists
@@ -30,12 +31,8 @@ from gateway_svc.http.logprobs import (
 )
 from svc_common.errors import QuireError
 
-FINISH_REASONS = {
-    types.FINISH_REASON_EOS: "stop",
-    types.FINISH_REASON_STOP: "stop",
-    types.FINISH_REASON_LENGTH: "length",
-    types.FINISH_REASON_ABORTED: "abort",
-}
+STOPPED = (types.FINISH_REASON_EOS, types.FINISH_REASON_STOP)
+FINISH_REASONS = REASONS | dict.fromkeys(STOPPED, "stop") | {types.FINISH_REASON_ABORTED: "abort"}
 DONE = b"data: [DONE]\n\n"
 
 # Placeholders for index and text while a chunk's other bytes are built. No other value of a chunk contains them:
@@ -269,7 +266,7 @@ class ChoicesAnswer:
 
     def _finish(self, choice: int, finished: pb.Finished) -> Json:
         """The finish fields of a choice. Raises QuireError for a choice that failed."""
-        if finished.reason not in FINISH_REASONS:
+        if finished.reason in FAILED:
             raise QuireError(finished.message or f"the server could not finish choice {choice}; retry the request")
         self._tally.outputs[choice] = finished.usage.output_tokens + finished.usage.discarded_tokens
         if finished.index == 0:

@@ -109,7 +109,7 @@ def excess_blocks(
     tokens = np.concatenate((table.num_tokens[rows], [seq.data.num_tokens] * num_new))
     limits = np.concatenate((table.limit[rows], [limit] * num_new)) - tokens
     outputs = tokens - np.concatenate((table.prompt_len[rows], [len(group.prompt)] * num_new))
-    stops = ~table.ignore_eos[rows] | table.has_stop_ids[rows]
+    stops = ~table.ignore_eos[rows] | table.may_end_anywhere[rows]
     may_stop = np.concatenate((stops, [_may_stop(group)] * num_new))
     remaining = expected_remaining(limits, outputs, may_stop, mean_output)
     final, shared_prompt = final_blocks(tokens, remaining, table.block_size), len(group.prompt) // table.block_size
@@ -135,7 +135,7 @@ def excess_blocks(
 
 def _may_stop(group: SequenceGroup) -> bool:
     """Whether sequences of the request may end before max_tokens. Those of a gang end together."""
-    return not group.features.is_gang and (not group.stop.ignore_eos or bool(group.stop.stop_token_ids))
+    return not group.features.is_gang and (not group.stop.ignore_eos or group.stop.may_end_anywhere)
 
 
 def _num_copies(table: RowTable, pool: BlockManager, rows: I64) -> int:

@@ -95,14 +95,14 @@ class RowTable(BlockTables):
         self.tenant = np.zeros(rows, dtype=np.int64)  # tenant slots of FairShare
         self.priority = np.zeros(rows, dtype=np.int64)
         self.ignore_eos = np.zeros(rows, dtype=np.bool_)
-        self.has_stop_ids = np.zeros(rows, dtype=np.bool_)
+        self.may_end_anywhere = np.zeros(rows, dtype=np.bool_)
         self.is_awaiting = np.zeros(rows, dtype=np.bool_)  # the scheduler chooses its tokens: it is not pipelined
         self.num_awaiting = 0  # rows in use that await their tokens
         self.is_private = np.zeros(rows, dtype=np.bool_)  # its blocks do not become cached prefixes
         self.num_private = 0  # rows in use that are private
         self.draft_lens = np.zeros(rows, dtype=np.int64)  # drafts that the worker wants in the row's next step
         self.num_unknown = np.zeros(rows, dtype=np.int64)  # planned tokens of steps in flight that may not exist
-        self.num_with_stop_ids = 0  # rows in use that have stop ids
+        self.num_ending_anywhere = 0  # rows in use whose output other tokens than EOS may end
         self.processor_us = np.zeros(rows)  # of the row's sequence since it was opened (costs.py)
         self.paying_run: Members | None = None  # its rows owe `owed_us` each, which is not in the column yet
         self.owed_us = 0.0
@@ -188,9 +188,9 @@ class RowTable(BlockTables):
         self.num_private += is_private
         self.draft_lens[row] = self.num_unknown[row] = 0
         self.ignore_eos[row] = group.stop.ignore_eos or is_awaiting
-        has_stop_ids = bool(group.stop.stop_token_ids) and not is_awaiting
-        self.has_stop_ids[row] = has_stop_ids
-        self.num_with_stop_ids += has_stop_ids
+        may_end_anywhere = group.stop.may_end_anywhere and not is_awaiting
+        self.may_end_anywhere[row] = may_end_anywhere
+        self.num_ending_anywhere += may_end_anywhere
         self.max_blocks += self.max_blocks_of(limit)
         return row
 
@@ -217,7 +217,7 @@ class RowTable(BlockTables):
     def close(self, row: int) -> None:
         self.num_awaiting -= self.is_awaiting.item(row)
         self.num_private -= self.is_private.item(row)
-        self.num_with_stop_ids -= self.has_stop_ids.item(row)
+        self.num_ending_anywhere -= self.may_end_anywhere.item(row)
         self.max_blocks -= self.max_blocks_of(self.limit.item(row))
         self.sequences[row] = None
         if self.extra_keys:
@@ -273,8 +273,8 @@ class RowTable(BlockTables):
         return self.tokens[row, : self.num_tokens[row]]
 
     def output_tokens(self, row: int) -> U32:
-        """Output so far, as a copy that outlives the row."""
-        return self.tokens[row, self.prompt_len[row] : self.num_tokens[row]].copy()
+        """Output so far, as a view."""
+        return self.tokens[row, self.prompt_len[row] : self.num_tokens[row]]
 
     def slots(self, rows: I64, positions: I64) -> U32:
         """Slot of each (row, position): block_id * block_size + offset."""

@@ -453,7 +453,7 @@ class Scheduler:
         ends: list[Finished] = []
         for i in places:
             row = rows.item(i)
-            end = self._stops.end_of(worker.rows, row, newest_ids.item(i), worker.rows.num_tokens.item(row))
+            end = self._stops.end_of(worker.rows, row, worker.rows.output_tokens(row))
             if end is None:
                 continue
             seq = worker.rows.sequence(row)

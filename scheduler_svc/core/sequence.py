@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from prefix_index.hashing import NO_KEYS
-from request_fields.fields import End
+from request_fields.fields import FinishReason as FinishReason
 from request_fields.fields import StopCondition as StopCondition
 from step_protocol.columns import I64, U32
 
@@ -26,18 +26,6 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
     __hash__ = object.__hash__  # a key of dicts in hot paths; the hash of Enum is a Python function
-
-
-class FinishReason(Enum):
-    """Why a sequence ended: the same values as in the protocol. Preemption is an event, never a reason."""
-
-    EOS = "eos"
-    STOP = "stop"
-    LENGTH = "length"
-    ABORTED = "aborted"
-    ERROR = "error"
-
-    __hash__ = object.__hash__  # see SequenceStatus
 
 
 TRANSITIONS: dict[SequenceStatus, set[SequenceStatus]] = {
@@ -57,7 +45,7 @@ class Completion(NamedTuple):
     score: float
     logprob: float  # sum over all output tokens
     token_ids: U32
-    end: End
+    end: FinishReason
 
 
 class Feature:

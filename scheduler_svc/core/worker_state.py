@@ -728,7 +728,7 @@ class WorkerState:
         self._close(row, seq, SequenceStatus.FINISHED)
 
     def _close(self, row: int, seq: Sequence, status: SequenceStatus) -> None:
-        seq.data.output = self.rows.output_tokens(row)
+        seq.data.output = self.rows.output_tokens(row).copy()  # it outlives the row
         processor_us, block_s = self.rows.cost_of(row)
         seq.processor_us += processor_us
         seq.block_s += block_s

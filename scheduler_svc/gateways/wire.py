@@ -15,14 +15,7 @@ from scheduler_svc.step_loop import WeightsChange
 from step_protocol.columns import f32_to_bytes, u32_to_bytes
 from svc_common.errors import QuireError
 
-REASON_TO_PROTO = {
-    FinishReason.EOS: types_pb2.FINISH_REASON_EOS,
-    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORTED: types_pb2.FINISH_REASON_ABORTED,
-    FinishReason.ERROR: types_pb2.FINISH_REASON_ERROR,
-}
-REASON_FROM_PROTO = {number: reason for reason, number in REASON_TO_PROTO.items()}
+REASON_TO_PROTO = {reason: types_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 
 
 # -- requests --------------------------------------------------------------------------------------------------------
@@ -30,8 +23,7 @@ REASON_FROM_PROTO = {number: reason for reason, number in REASON_TO_PROTO.items(
 
 def cancel_reason(cancel: scheduler_pb2.Cancel) -> FinishReason:
     """The reason of a Cancel: STOP if a stop string matched, else ABORTED."""
-    reason = REASON_FROM_PROTO.get(cancel.reason, FinishReason.ABORTED)
-    return FinishReason.STOP if reason is FinishReason.STOP else FinishReason.ABORTED
+    return FinishReason.STOP if cancel.reason == types_pb2.FINISH_REASON_STOP else FinishReason.ABORTED
 
 
 def refusal_to_proto(error: QuireError) -> scheduler_pb2.Refusal:

@@ -535,7 +535,7 @@ def fork_samples_the_noise_of_its_parent(patch: Patch) -> None:
 def stop_ids_ignored(patch: Patch) -> None:
     def open_row(original: Any, table: RowTable, *args: Any) -> int:
         row = original(table, *args)
-        table.has_stop_ids[row] = False
+        table.may_end_anywhere[row] = False
         return row
 
     wrap(patch, RowTable, "open", open_row)

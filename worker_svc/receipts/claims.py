@@ -16,7 +16,7 @@ from quire.v1 import types_pb2 as types
 
 from request_fields import checks
 from request_fields.beams import ONLY_WITH_BEAMS
-from request_fields.fields import BY_PATH, End, FieldError, StopCondition, stop_condition
+from request_fields.fields import BY_PATH, FieldError, FinishReason, StopCondition, stop_condition
 from request_fields.grammar import grammar_of
 from request_fields.receipts import Receipt, ReceiptError
 from worker_svc.engine.config import EngineInfo
@@ -24,7 +24,7 @@ from worker_svc.engine.config import EngineInfo
 MAX_SAMPLES = 1 << 16  # rows that a scheduler lets a worker have
 TEXTS = ("model", "revision", "weights_digest", "numerics", "build", "dtype", "quantization", "kv_cache_dtype",
          "determinism", "adapter", "request_id", "time")  # fmt: skip
-ENDS = {"aborted", *(end.value for end in End)}
+ENDS = {reason.value for reason in FinishReason} - {"error"}
 
 
 class Texts(Protocol):
@@ -166,7 +166,8 @@ def open_points(
     """Statements that are neither wrong nor provable here. Raises ReceiptError for an end that contradicts the ids.
     `tokenizer` raises ValueError if there is none."""
     ids, reason = receipt.answer.token_ids, receipt.payload["finish_reason"]
-    ends = ((place, asked.condition.end_of(token, place + 1, info.eos_token_ids)) for place, token in enumerate(ids))
+    eos, view = info.eos_token_ids, memoryview(ids)
+    ends = ((place, asked.condition.end_of(view[: place + 1], eos)) for place in range(len(ids)))
     place, end = next(((place, end) for place, end in ends if end is not None), (len(ids) - 1, None))
     if place < len(ids) - 1:
         raise ReceiptError(f"output token {place} ends the output, but tokens follow it")
@@ -177,11 +178,11 @@ def open_points(
             yield from _open_texts(receipt, asked, tokenizer())
         except ValueError as error:
             yield f"texts of the request cannot be compared with token ids: {error}"
-    if asked.stop.stop and reason == End.STOP.value:
+    if asked.stop.stop and reason == FinishReason.STOP.value:
         return
     if end is not None and reason != end.value:
         raise ReceiptError(f"finish_reason is {reason}, but the output ends for {end.value}")
-    if end is None and reason in (End.EOS.value, End.STOP.value):
+    if end is None and reason in (FinishReason.EOS.value, FinishReason.STOP.value):
         raise ReceiptError(f"finish_reason is {reason}, but the last output token does not end the output")
     if end is None:
         yield f"finish_reason is {reason}, which does not follow from the tokens"
@@ -197,7 +198,8 @@ def _open_texts(receipt: Receipt, asked: ReceiptParameters, tokenizer: Texts) ->
     found = [end for word in asked.stop.stop if (end := _end_of(b"".join(texts), word.encode(), first)) is not None]
     is_stopped = bool(found) and (len(ids) == 1 or min(found) > ends[-2])
     by_id = ids[-1] in asked.condition.stop_token_ids and len(ids) > asked.condition.min_tokens
-    if (receipt.payload["finish_reason"] == End.STOP.value and not by_id) != is_stopped or bool(found) != is_stopped:
+    claims_stop = receipt.payload["finish_reason"] == FinishReason.STOP.value and not by_id
+    if claims_stop != is_stopped or bool(found) != is_stopped:
         yield "the stop strings were not found where the output ends"
     bare = [one.lstrip(" ") or one for one in asked.sampling.bad_words]
     variants = [*bare, *(f" {one}" for one in bare)]

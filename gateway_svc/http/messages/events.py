@@ -9,16 +9,10 @@ from typing import Any
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.answer.request_meter import FAILED
 from svc_common.errors import QuireError
 
 Json = dict[str, Any]
-
-STOP_REASONS = {
-    types.FINISH_REASON_EOS: "end_turn",
-    types.FINISH_REASON_STOP: "end_turn",
-    types.FINISH_REASON_LENGTH: "max_tokens",
-    types.FINISH_REASON_ABORTED: "end_turn",
-}
 
 
 class BlockBuilder:
@@ -82,7 +76,7 @@ class BlockBuilder:
         yield self._event("content_block_stop")
 
     def _finish(self, finished: pb.Finished) -> Iterator[Json]:
-        if finished.reason not in STOP_REASONS:
+        if finished.reason in FAILED:
             raise QuireError(finished.message or "the server could not finish the answer; send the request again")
         yield from self._close()
         used = finished.usage
@@ -97,7 +91,7 @@ class BlockBuilder:
     def _end(self, finished: pb.Finished) -> Json:
         if finished.HasField("stop"):
             return {"stop_reason": "stop_sequence", "stop_sequence": finished.stop}
-        reason = STOP_REASONS[finished.reason]
+        reason = "max_tokens" if finished.reason == types.FINISH_REASON_LENGTH else "end_turn"
         is_call = reason == "end_turn" and any(block["type"] == "tool_use" for block in self._blocks)
         return {"stop_reason": "tool_use" if is_call else reason, "stop_sequence": None}
 

@@ -13,6 +13,7 @@ from typing import Any
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.answer.request_meter import FAILED
 from gateway_svc.http.json_text import joined_lists
 from gateway_svc.http.logprobs import ChatLogprobs, positions
 from gateway_svc.http.responses.events import (
@@ -30,12 +31,7 @@ from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
 
-STATUSES = {
-    types.FINISH_REASON_EOS: "completed",
-    types.FINISH_REASON_STOP: "completed",
-    types.FINISH_REASON_LENGTH: "incomplete",
-    types.FINISH_REASON_ABORTED: "cancelled",
-}
+STATUSES = {types.FINISH_REASON_LENGTH: "incomplete", types.FINISH_REASON_ABORTED: "cancelled"}
 # After these errors, the answer can be continued, on this or another gateway.
 LOST = (TakenOverError, UnavailableError)
 
@@ -140,11 +136,10 @@ class ResponseRun:
         return parts
 
     async def _finish(self, finished: pb.Finished) -> None:
-        if finished.reason not in STATUSES:
+        if finished.reason in FAILED:
             raise QuireError(finished.message or "the server could not finish the answer; send the request again")
-        events = self._builder.finish(
-            ResponseEnd(STATUSES[finished.reason], usage_of(finished.usage), int(time.time()))
-        )
+        status = STATUSES.get(finished.reason, "completed")
+        events = self._builder.finish(ResponseEnd(status, usage_of(finished.usage), int(time.time())))
         if self._store is not None:
             await self._put(self._store)
         self.is_complete = True

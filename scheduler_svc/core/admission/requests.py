@@ -8,7 +8,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from request_fields.fields import End
 from scheduler_svc.core.admission.placement import Placement
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import Counts, Finished, MigrationReason
@@ -117,12 +116,12 @@ class Requests:
         return [
             replace(
                 end,
-                reason=FinishReason(best.end.value),
+                reason=best.end,
                 num_output_tokens=len(best.token_ids),
                 num_cached_tokens=first.num_cached_tokens,
                 num_recomputed_tokens=first.num_recomputed_tokens,
                 num_preemptions=first.num_preemptions,
-                stop_token_id=int(best.token_ids[-1]) if best.end is End.STOP else None,
+                stop_token_id=int(best.token_ids[-1]) if best.end is FinishReason.STOP else None,
                 message="",
                 logprob=best.logprob,
                 score=best.score,

@@ -88,11 +88,11 @@ class BeamSearch:
         width = self.params.width
         chosen: list[int] = []
         for rank, i in enumerate(np.argsort(-totals, kind="stable").tolist()):
-            end = self._stop.end_of(int(token_ids[i]), length, self._eos_token_ids)
+            tokens = np.append(tokens_of(int(beams[i])), token_ids[i])
+            end = self._stop.end_of(tokens, self._eos_token_ids)
             if end is None and len(chosen) < width:
                 chosen.append(i)
             elif end is not None and rank < width:
-                tokens = np.append(tokens_of(int(beams[i])), token_ids[i])
                 self._keep(Completion(self._score(float(totals[i]), length), float(totals[i]), tokens, end))
             if rank >= width and len(chosen) == width:
                 break

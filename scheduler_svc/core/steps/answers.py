@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from request_fields.fields import End
 from scheduler_svc.core.errors import UnexpectedStepError
 from scheduler_svc.core.messages import Deltas
 from scheduler_svc.core.rows import Members, RowTable
@@ -171,9 +170,6 @@ def _append_run(table: RowTable, run: Members, context_lens: U32, output: StepOu
     )
 
 
-REASONS = {End.EOS: FinishReason.EOS, End.STOP: FinishReason.STOP, End.LENGTH: FinishReason.LENGTH}
-
-
 class Stops:
     """The stop rules of one model, for columns of new tokens and for a single token."""
 
@@ -188,8 +184,8 @@ class Stops:
         found: list[int] = []
         for eos in self._eos:
             found += (token_ids == eos).nonzero()[0].tolist()
-        if table.num_with_stop_ids:
-            found += table.has_stop_ids[rows].nonzero()[0].tolist()
+        if table.num_ending_anywhere:
+            found += table.may_end_anywhere[rows].nonzero()[0].tolist()
         if may_reach_limit:
             found += (table.num_tokens[rows] >= table.limit[rows]).nonzero()[0].tolist()
         return sorted(set(found)) if len(found) > 1 else found
@@ -199,38 +195,36 @@ class Stops:
         found: list[int] = []
         for eos in self._eos:
             found += (token_ids == eos).nonzero()[0].tolist()
-        if not (found or table.num_with_stop_ids):
+        if not (found or table.num_ending_anywhere):
             return lens
         ends, kept = lens.cumsum(), lens.copy()
         may_end = set(ends.searchsorted(found, side="right").tolist())
-        may_end.update(table.has_stop_ids[rows].nonzero()[0].tolist())
+        may_end.update(table.may_end_anywhere[rows].nonzero()[0].tolist())
         for i in may_end:
             row, count, start = rows.item(i), lens.item(i), ends.item(i) - lens.item(i)
             if table.sequences[row] is None:
                 continue
-            num_tokens = table.num_tokens.item(row)
+            output = np.append(table.output_tokens(row), token_ids[start : start + count])
             for nth in range(1, count):
-                if self.end_of(table, row, token_ids.item(start + nth - 1), num_tokens + nth) is not None:
+                if self.end_of(table, row, output[: len(output) - count + nth]) is not None:
                     kept[i] = nth
                     break
         return kept
 
-    def end_of(
-        self, table: RowTable, row: int, token_id: int, num_tokens: int
-    ) -> tuple[FinishReason, int | None] | None:
-        """Why a row ends with its `num_tokens`-th token, and the token if it is a stop id; None if it continues."""
-        group = table.sequence(row).group
-        end = group.stop.end_of(token_id, num_tokens - len(group.prompt), self._eos_token_ids)
-        if end is None and num_tokens < table.limit.item(row):
-            return None
-        return REASONS[end or End.LENGTH], token_id if end is End.STOP else None
+    def end_of(self, table: RowTable, row: int, output: U32) -> tuple[FinishReason, int | None] | None:
+        """Why a row ends with the last token of its output, and the token if it is a stop id; None if it continues."""
+        end = self._end(table.sequence(row), output)
+        if end is None and table.prompt_len.item(row) + len(output) >= table.limit.item(row):
+            return FinishReason.LENGTH, None
+        return end
 
     def end_of_output(self, seq: Sequence) -> tuple[FinishReason, int | None] | None:
         """Why a Continuation already ends with its last token, as `end_of`; None if it continues."""
-        output = seq.data.output
-        last = int(output[-1])
-        end = seq.group.stop.end_of(last, len(output), self._eos_token_ids)
-        return None if end is None else (REASONS[end], last if end is End.STOP else None)
+        return self._end(seq, seq.data.output)
+
+    def _end(self, seq: Sequence, output: U32) -> tuple[FinishReason, int | None] | None:
+        end = seq.group.stop.end_of(output, self._eos_token_ids)
+        return None if end is None else (end, int(output[-1]) if end is FinishReason.STOP else None)
 
 
 class Untrusted(NamedTuple):

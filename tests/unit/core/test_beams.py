@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from request_fields.beams import BeamParams, EarlyStopping
-from request_fields.fields import End, StopCondition
+from request_fields.fields import FinishReason, StopCondition
 from scheduler_svc.core.features.beam_search import BeamSearch, Candidates
 from scheduler_svc.core.sequence import Completion
 
@@ -133,7 +133,7 @@ def test_reasons_are_those_of_the_last_token() -> None:
     rows = [[-1.0, -1.2, -0.9, -7.0]] * 5
     found = run(search, table(*rows), 3)
     assert {(tuple(h.token_ids.tolist()), h.end) for h in found} == {
-        ((0,), End.EOS), ((1,), End.STOP), ((2, 2), End.LENGTH),
+        ((0,), FinishReason.EOS), ((1,), FinishReason.STOP), ((2, 2), FinishReason.LENGTH),
     }  # fmt: skip
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 
 import pytest
 from quire.v1 import types_pb2 as types
 
 from request_fields import checks
-from request_fields.fields import End, FieldError, Side, StopCondition, fields_of, stop_condition
+from request_fields.fields import FieldError, FinishReason, Side, StopCondition, fields_of, stop_condition
 
 EOS = (7, 8)
 
@@ -17,29 +18,29 @@ EOS = (7, 8)
     ("stop", "last_token", "num_output", "end"),
     [
         (StopCondition(5), 1, 4, None),
-        (StopCondition(5), 1, 5, End.LENGTH),
-        (StopCondition(5), 1, 6, End.LENGTH),
-        (StopCondition(5), 8, 1, End.EOS),
-        (StopCondition(5), 8, 5, End.EOS),
+        (StopCondition(5), 1, 5, FinishReason.LENGTH),
+        (StopCondition(5), 1, 6, FinishReason.LENGTH),
+        (StopCondition(5), 8, 1, FinishReason.EOS),
+        (StopCondition(5), 8, 5, FinishReason.EOS),
         (StopCondition(5, ignore_eos=True), 8, 1, None),
-        (StopCondition(5, is_constrained=True), 8, 1, End.EOS),
-        (StopCondition(5, is_constrained=True, min_tokens=4), 8, 1, End.EOS),
+        (StopCondition(5, is_constrained=True), 8, 1, FinishReason.EOS),
+        (StopCondition(5, is_constrained=True, min_tokens=4), 8, 1, FinishReason.EOS),
         (StopCondition(5, is_constrained=True), 1, 4, None),
-        (StopCondition(5, frozenset({3})), 3, 1, End.STOP),
-        (StopCondition(5, frozenset({3})), 3, 5, End.STOP),
-        (StopCondition(5, frozenset({8})), 8, 1, End.EOS),
-        (StopCondition(5, frozenset({8}), ignore_eos=True), 8, 1, End.STOP),
+        (StopCondition(5, frozenset({3})), 3, 1, FinishReason.STOP),
+        (StopCondition(5, frozenset({3})), 3, 5, FinishReason.STOP),
+        (StopCondition(5, frozenset({8})), 8, 1, FinishReason.EOS),
+        (StopCondition(5, frozenset({8}), ignore_eos=True), 8, 1, FinishReason.STOP),
         (StopCondition(5, frozenset({3}), min_tokens=2), 3, 2, None),
-        (StopCondition(5, frozenset({3}), min_tokens=2), 3, 3, End.STOP),
+        (StopCondition(5, frozenset({3}), min_tokens=2), 3, 3, FinishReason.STOP),
         (StopCondition(5, min_tokens=2), 8, 2, None),
-        (StopCondition(5, min_tokens=2), 8, 3, End.EOS),
-        (StopCondition(5, min_tokens=5), 8, 5, End.LENGTH),
+        (StopCondition(5, min_tokens=2), 8, 3, FinishReason.EOS),
+        (StopCondition(5, min_tokens=5), 8, 5, FinishReason.LENGTH),
     ],
 )
 def test_eos_is_looked_at_before_stop_ids_and_these_before_the_limit(
-    stop: StopCondition, last_token: int, num_output: int, end: End | None
+    stop: StopCondition, last_token: int, num_output: int, end: FinishReason | None
 ) -> None:
-    assert stop.end_of(last_token, num_output, EOS) is end
+    assert stop.end_of(array("I", [0] * (num_output - 1) + [last_token]), EOS) is end
 
 
 def test_the_condition_has_the_fields_that_schedulers_apply() -> None:
