@@ -74,6 +74,8 @@ def _check_of(field: Field) -> Callable[[Any], None] | None:
         return partial(_check_number, field)
     if field.kind is Kind.BIASES:
         return partial(_check_biases, field)
+    if field.counts is not None:
+        return partial(_check_counts, field, field.counts)
     if field.max_items is not None:
         return partial(_check_list, field)
     return None if field.max_bytes is None else partial(_check_size, field, field.max_bytes)
@@ -110,6 +112,13 @@ def _check_biases(field: Field, biases: Mapping[int, float]) -> None:
     _check_list(field, tuple(biases))
     for token_id, bias in biases.items():
         _check_number(replace(field, path=f"{field.path}[{token_id}]", kind=Kind.FLOAT), bias)
+
+
+def _check_counts(field: Field, highest: Mapping[str, int], counts: Mapping[str, int]) -> None:
+    for name, count in counts.items():
+        if name not in highest:
+            raise FieldError(field.path, f"has key {name[:64]!r}; its keys are {', '.join(highest)}")
+        _check_number(replace(field, path=f"{field.path}.{name}", kind=Kind.UINT32, low=0, high=highest[name]), count)
 
 
 def _checks_by_name() -> dict[str, Any]:

@@ -57,6 +57,7 @@ class Kind(Enum):
     TOKEN_IDS = "list of token ids"
     BLOBS = "list of bytes"
     BIASES = "map of token id to float"
+    COUNTS = "map of name to uint32"
 
 
 NUMBERS = (Kind.FLOAT, Kind.INT32, Kind.UINT32, Kind.UINT64)
@@ -113,6 +114,7 @@ class Field:
     high: float | None = None
     excludes_low: bool = False
     values: Mapping[Any, int] | None = None  # values of an enum in the SDK and over HTTP, with their numbers
+    counts: Mapping[str, int] | None = None  # names of a map of counts, with their highest values
     max_items: int | None = None
     max_chars: int | None = None  # limit of each string in a list
     max_bytes: int | None = None

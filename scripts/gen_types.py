@@ -42,6 +42,7 @@ SDK_TYPES = {
     Kind.TOKEN_IDS: "Sequence[int]",
     Kind.BLOBS: "Sequence[Image | bytes | str | PathLike[str]]",
     Kind.BIASES: "Mapping[int, float]",
+    Kind.COUNTS: "Mapping[str, int]",
 }
 HEAD_OF_MODULE = '''# Generated from the .proto files by scripts/gen_types.py. Edit these.
 """{doc}"""
@@ -246,6 +247,7 @@ def comment_lines(text: str, mark: str) -> str:
 def limits_of(field: RequestField) -> str:
     """Range and sizes of a field."""
     limits = [] if field.kind is Kind.ENUM or field.low is None else [field.allowed]
+    limits += [f"{name} at most {high}" for name, high in (field.counts or {}).items()]
     limits += [f"at most {field.max_items} items"] if field.max_items else []
     limits += [f"1 to {field.max_chars} characters each"] if field.max_chars else []
     limits += [f"at most {_size(field.max_bytes)}"] if field.max_bytes else []

@@ -417,6 +417,8 @@ def typed_value(name: str, kind: Kind, value: Any) -> Any:
         return token_ids(name, value)
     if kind is Kind.BIASES and type(value) is dict:
         return _biases(name, value)
+    if kind is Kind.COUNTS and type(value) is dict:
+        return {key: typed_value(f"{name}.{key}", Kind.UINT32, count) for key, count in value.items()}
     raise invalid(name, f"is {shown(value)}; must be {WORDS[kind]}")
 
 
@@ -428,6 +430,7 @@ WORDS = {
     Kind.STRINGS: "a string or a list of strings",
     Kind.TOKEN_IDS: "a list of token ids",
     Kind.BIASES: "an object of token ids and numbers",
+    Kind.COUNTS: "an object of integers",
 }
 
 

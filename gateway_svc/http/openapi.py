@@ -329,6 +329,9 @@ def _value_schema(field: Field) -> Schema:
     if field.kind is Kind.BIASES:
         bias = {"type": "number", "minimum": field.low, "maximum": field.high}
         return {**KINDS[field.kind], "additionalProperties": bias, "maxProperties": field.max_items}
+    if field.counts is not None:
+        counts = {name: {"type": "integer", "minimum": 0, "maximum": high} for name, high in field.counts.items()}
+        return {"type": "object", "properties": counts, "additionalProperties": False}
     limits = {
         "exclusiveMinimum" if field.excludes_low else "minimum": field.low,
         "maximum": field.high,

@@ -81,7 +81,7 @@ def _set_field(message: ProtoMessage, field: Field, options: Mapping[str, Any]) 
         _extend(message, name, [read_image(image, option).data for image in value], option)
     elif field.kind in LISTS:
         _extend(message, name, [value] if isinstance(value, str) else value)
-    elif field.kind is Kind.BIASES:
+    elif field.kind in (Kind.BIASES, Kind.COUNTS):
         _update(message, name, value)
     elif field.kind is Kind.ENUM:
         setattr(message, name, _enum_number(field, value))
@@ -212,7 +212,7 @@ def _extend(message: ProtoMessage, name: str, values: Iterable[Any], option: str
         raise invalid(option, f"{option} contains an invalid value: {error}") from None
 
 
-def _update(message: ProtoMessage, name: str, values: Mapping[int, float]) -> None:
+def _update(message: ProtoMessage, name: str, values: Mapping[Any, float]) -> None:
     """Set a map field."""
     try:
         getattr(message, name).update(dict(values))
