@@ -26,6 +26,8 @@ MAX_BAD_WORD_IDS = 1024  # token ids of one sequence
 MAX_LOGIT_BIAS = 100
 MAX_GRAMMAR_BYTES = 128 << 10  # size of a schema, regular expression or grammar
 GRAMMAR_FIELDS = frozenset({"json_schema", "json_object", "regex", "choice", "grammar"})  # at most one may be set
+MAX_PATTERN_SIZE = 128  # tokens; with MAX_PATTERN_COUNT it bounds the time of a check, which each token has
+MAX_PATTERN_COUNT = 32
 MAX_LOGPROBS = 128  # upper limit of --max-logprobs: a step's log probabilities must fit in one message
 
 
@@ -328,6 +330,15 @@ FIELDS = (
         Side.GATEWAY, Resume.REPLAYED, default=False, http=Http("include_stop_str_in_output"),
     ),
     Field(
+        "stop.repetition_detection", Kind.COUNTS,
+        "End the output when it ends with min_count (at least 2) repetitions of the same min_pattern_size to "
+        "max_pattern_size tokens, but not before min_tokens. max_pattern_size 0 is off; min_pattern_size 0 means 1.",
+        Side.GATEWAY | Side.SCHEDULER, Resume.REPLAYED, works_with_beams=False,
+        counts={
+            "max_pattern_size": MAX_PATTERN_SIZE, "min_pattern_size": MAX_PATTERN_SIZE, "min_count": MAX_PATTERN_COUNT,
+        },
+    ),
+    Field(
         "output.text", Kind.BOOL, "Send the text.",
         Side.GATEWAY, Resume.REPLAYED, default=True, sdk_option="send_text", http=None,
     ),
@@ -461,6 +472,7 @@ class FinishReason(Enum):
     LENGTH = "length"  # max_tokens, max_model_len or the KV pool was reached
     ABORTED = "aborted"  # ended by the client, by Abort or by a deadline
     ERROR = "error"  # the server could not finish the sequence
+    REPETITION = "repetition"  # the output ended with a repetition: see repetition_detection
 
     __hash__ = object.__hash__  # a key of dicts in hot paths; the hash of Enum is a Python function
 
@@ -476,6 +488,38 @@ class TokenArray(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class RepetitionDetection:
+    """The repetition that ends an output: a pattern of `min_pattern_size` to `max_pattern_size` tokens, `min_count`
+    times in a row. A function of the output alone.
+    """
+
+    max_pattern_size: int
+    min_pattern_size: int
+    min_count: int
+
+    @classmethod
+    def of(cls, counts: Mapping[str, int]) -> RepetitionDetection | None:
+        """The typed form of the field's value; None if it is off. Raises FieldError."""
+        found = cls(*(counts.get(attribute.name, 0) for attribute in fields(cls)))
+        if found.min_pattern_size > found.max_pattern_size:
+            limit = f"must be at most max_pattern_size, {found.max_pattern_size}"
+            raise FieldError("stop.repetition_detection.min_pattern_size", f"is {found.min_pattern_size}; {limit}")
+        if found.max_pattern_size and found.min_count < 2:
+            limit = f"must be from 2 to {MAX_PATTERN_COUNT}"
+            raise FieldError("stop.repetition_detection.min_count", f"is {found.min_count}; {limit}")
+        return found if found.max_pattern_size else None
+
+    def ends(self, output: TokenArray) -> bool:
+        """Whether the output ends with such a repetition."""
+        newest_first = output[-self.max_pattern_size * self.min_count :][::-1].tobytes()
+        longest = min(self.max_pattern_size, len(newest_first) // 4 // self.min_count)
+        return any(
+            newest_first.startswith(newest_first[: 4 * size * (self.min_count - 1)], 4 * size)
+            for size in range(max(self.min_pattern_size, 1), longest + 1)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StopCondition:
     """Conditions that end a sequence: the typed form of the `stop` fields that Side.SCHEDULER applies."""
 
@@ -483,12 +527,13 @@ class StopCondition:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     min_tokens: int = 0
+    repetition_detection: RepetitionDetection | None = None
     is_constrained: bool = False  # a grammar allows EOS only where the output is complete, so EOS always ends it
 
     @property
     def may_end_anywhere(self) -> bool:
         """Whether other tokens than EOS may end the output before max_tokens."""
-        return bool(self.stop_token_ids)
+        return bool(self.stop_token_ids) or self.repetition_detection is not None
 
     def end_of(self, output: TokenArray, eos_token_ids: Container[int]) -> FinishReason | None:
         """Why the sequence ends with the last token of its output so far; None if it continues."""
@@ -500,7 +545,12 @@ class StopCondition:
                 return FinishReason.EOS
             if last_token in self.stop_token_ids:
                 return FinishReason.STOP
-        return FinishReason.LENGTH if num_output >= self.max_tokens else None
+        if num_output >= self.max_tokens:
+            return FinishReason.LENGTH
+        repetition = self.repetition_detection
+        if repetition is not None and num_output >= self.min_tokens and repetition.ends(output):
+            return FinishReason.REPETITION
+        return None
 
     def banned_ids(self, eos_token_ids: Iterable[int]) -> list[int]:
         """Ids that cannot be sampled before `min_tokens` output tokens exist."""
@@ -518,6 +568,7 @@ def stop_condition(given: Mapping[str, Any], *, is_constrained: bool = False) ->
     """
     values = {name: given[name] for name in STOP_NAMES if name in given}
     values["stop_token_ids"] = frozenset(values.get("stop_token_ids", ()))
+    values["repetition_detection"] = RepetitionDetection.of(values.get("repetition_detection", {}))
     if is_constrained:
         values["ignore_eos"] = False
     stop = StopCondition(**values, is_constrained=is_constrained)

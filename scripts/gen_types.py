@@ -247,7 +247,8 @@ def comment_lines(text: str, mark: str) -> str:
 def limits_of(field: RequestField) -> str:
     """Range and sizes of a field."""
     limits = [] if field.kind is Kind.ENUM or field.low is None else [field.allowed]
-    limits += [f"{name} at most {high}" for name, high in (field.counts or {}).items()]
+    counts = ", ".join(f"{name} {high}" for name, high in (field.counts or {}).items())
+    limits += [f"at most {counts}"] if counts else []
     limits += [f"at most {field.max_items} items"] if field.max_items else []
     limits += [f"1 to {field.max_chars} characters each"] if field.max_chars else []
     limits += [f"at most {_size(field.max_bytes)}"] if field.max_bytes else []

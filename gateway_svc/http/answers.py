@@ -33,6 +33,7 @@ from svc_common.errors import QuireError
 
 STOPPED = (types.FINISH_REASON_EOS, types.FINISH_REASON_STOP)
 FINISH_REASONS = REASONS | dict.fromkeys(STOPPED, "stop") | {types.FINISH_REASON_ABORTED: "abort"}
+STOP_REASONS = {types.FINISH_REASON_REPETITION: "repetition_detected"}  # for ends without a match
 DONE = b"data: [DONE]\n\n"
 
 # Placeholders for index and text while a chunk's other bytes are built. No other value of a chunk contains them:
@@ -277,7 +278,7 @@ class ChoicesAnswer:
         reason = FINISH_REASONS[finished.reason]
         return {
             "finish_reason": "tool_calls" if reason == "stop" and choice in self._calling else reason,
-            "stop_reason": None if matched is None else getattr(finished, matched),
+            "stop_reason": STOP_REASONS.get(finished.reason) if matched is None else getattr(finished, matched),
             **({"weight_versions": _weight_versions(finished)} if self._shape is ROLLOUT else {}),
         }
 

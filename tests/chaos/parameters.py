@@ -50,6 +50,14 @@ PARAMETERS = (
     Parameter("top_a", lambda rng, _: {"top_a": rng.uniform(0.01, 1)}),
     Parameter("min_tokens", lambda rng, v: {"min_tokens": 40, "stop_token_ids": _ids(rng, v, 64)}),
     Parameter("stop_token_ids", lambda rng, v: {"stop_token_ids": _ids(rng, v, 2)}),
+    Parameter(
+        "repetition_detection",
+        lambda rng, v: {
+            "allowed_token_ids": _ids(rng, v, 3),
+            "repetition_detection": {"max_pattern_size": 5, "min_count": 4},
+            "min_tokens": 40,
+        },
+    ),
     Parameter("repetition_penalty", lambda rng, _: {"repetition_penalty": rng.uniform(0.8, 1.6)}),
     Parameter("frequency_penalty", lambda rng, _: {"frequency_penalty": rng.uniform(-0.5, 1.5)}),
     Parameter("presence_penalty", lambda rng, _: {"presence_penalty": rng.uniform(-0.5, 1.5)}),

@@ -202,6 +202,9 @@ GENERATE: Mapping[str, Effect] = {
     ),
     "StopParams.stop": effect({"stop": {"stop": ["e"]}}),
     "StopParams.stop_token_ids": effect({"stop": {"stopTokenIds": [5]}}, sampling={"allowedTokenIds": [5]}),
+    "StopParams.repetition_detection": effect(
+        {"stop": {"repetitionDetection": {"max_pattern_size": 2, "min_count": 3}}}, sampling={"allowedTokenIds": [5]}
+    ),
     "StopParams.ignore_eos": effect({"stop": {"ignoreEos": True}}, stop={"ignoreEos": False, "maxTokens": 80}),
     "StopParams.include_stop_in_output": effect({"stop": {"includeStopInOutput": True}}, stop={"stop": ["e"]}),
     "GenerateRequest.output": effect({"output": {"text": False}}),

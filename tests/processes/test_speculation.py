@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from quire_client import AsyncClient
+from quire_client import AsyncClient, FinishReason
 
 from tests.processes.models import VOCAB_SIZE, make_checkpoint
 from tests.processes.ports import free_port
@@ -28,6 +28,7 @@ FLAGS = (
 WORDS = [[(7 * i + 3 * word) % VOCAB_SIZE for i in range(9)] for word in range(4)]
 PROMPT = [id_ for word in (0, 1, 0, 2, 1, 0, 3, 1) for id_ in WORDS[word]]
 FEW: list[int] = [5, 6, 7]
+REPETITION = {"max_pattern_size": 4, "min_count": 3}
 REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"seed": 1, "allowed_token_ids": FEW, "logit_bias": {5: 4.0}},
@@ -35,6 +36,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"seed": 3, "allowed_token_ids": FEW, "n": 3, "top_p": 0.9},
     {"seed": 5, "allowed_token_ids": FEW, "adapter": "lora"},
     {"seed": 4, "allowed_token_ids": FEW, "logit_bias": {5: 4.0, 6: -2.0}, "stop_token_ids": [6], "min_tokens": 30},
+    {"seed": 6, "allowed_token_ids": FEW, "min_tokens": 70, "repetition_detection": REPETITION},
 ]
 
 
@@ -78,6 +80,7 @@ async def test_answers_are_those_without_drafts_also_after_a_kill(tmp_path: Path
         async with await stack.connect(gateway) as client:
             plain = [await answer(client, fields, speculative=False) for fields in REQUESTS]
             assert num_drafts() == 0
+            assert [reason for _, reason, _ in plain[-1]] == [FinishReason.REPETITION]
             drafted: list[float] = []
             running = [asyncio.create_task(answer(client, fields, speculative=None)) for fields in REQUESTS]
             async with client.stream(token_ids=PROMPT, max_tokens=160, ignore_eos=True, **REQUESTS[1]) as stream:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from request_fields.beams import BeamParams
+from request_fields.fields import RepetitionDetection
 from scheduler_svc.core.features.beam_search import BeamSearch, Candidates
 from scheduler_svc.core.sequence import FinishReason, StopCondition
 from tests.sim import symbolic_model
@@ -41,7 +42,16 @@ def expected_output(
             return Expected(tokens, FinishReason.EOS, None)
         if token in stop.stop_token_ids:
             return Expected(tokens, FinishReason.STOP, token)
+        if len(tokens) < stop.max_tokens and _repeats(tokens, stop.repetition_detection):
+            return Expected(tokens, FinishReason.REPETITION, None)
     return Expected(tokens, FinishReason.LENGTH, None)
+
+
+def _repeats(tokens: list[int], detection: RepetitionDetection | None) -> bool:
+    if detection is None:
+        return False
+    sizes, count = range(max(detection.min_pattern_size, 1), detection.max_pattern_size + 1), detection.min_count
+    return any(size * count <= len(tokens) and tokens[-size * count :] == tokens[-size:] * count for size in sizes)
 
 
 def prefix_digest(token_ids: list[int], root_key: bytes) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 from prefix_index import hashing
 from prefix_index.content_ids import FIRST_CONTENT_ID
 from request_fields.beams import BeamParams, EarlyStopping
+from request_fields.fields import RepetitionDetection
 from request_fields.sizes import blocks_of_row
 from scheduler_svc.core.block_manager import ceil_div
 from scheduler_svc.core.config import SchedulerConfig
@@ -76,6 +77,8 @@ class Simulation:
     ) -> None:
         self.seed = seed
         self.rng = rng = Random(seed)
+        self._repetition_rng = Random(f"repetitions {seed}")
+        self._repetition_rate = self._repetition_rng.choice((0.0, 0.8))
         self._beam_rng = Random(f"beams {seed}")
         self._beam_rate = self._beam_rng.choice((0.0, 0.2, 0.6))
         self._encoder_rng = Random(f"encoder {seed}")
@@ -254,12 +257,18 @@ class Simulation:
         if rng.random() < 0.03:
             max_tokens = room + 1
         stop_ids = frozenset(self._random_tokens(rng.choice((0, 0, 1, 2))))
-        return StopCondition(max_tokens, stop_ids, ignore_eos=rng.random() < 0.4)
+        repetition = self._choose_repetition()
+        return StopCondition(max_tokens, stop_ids, ignore_eos=rng.random() < 0.4, repetition_detection=repetition)
+
+    def _choose_repetition(self) -> RepetitionDetection | None:
+        """From a separate source, as `_choose_beams`."""
+        rng = self._repetition_rng
+        return RepetitionDetection(rng.randint(1, 3), 0, 2) if rng.random() < self._repetition_rate else None
 
     def _choose_beams(self, stop: StopCondition) -> BeamParams | None:
         """From a separate source, so that seeds of old bugs give the same runs."""
         rng = self._beam_rng
-        if rng.random() >= self._beam_rate or not stop.max_tokens:
+        if rng.random() >= self._beam_rate or not stop.max_tokens or stop.repetition_detection is not None:
             return None
         width = rng.randint(2, 5)
         return BeamParams(width, rng.randint(1, width), rng.choice((0.0, 1.0, 2.0)), rng.choice(list(EarlyStopping)))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_svc.core.features.block_moves import BlockMove
+from scheduler_svc.core.sequence import FinishReason
 from tests.sim.seeds import parametrize_seeds, read_regressions
 from tests.sim.simulation import run_seed
 
@@ -132,6 +133,7 @@ def test_the_seeds_cover_every_kind_of_event() -> None:
         met |= {event[0] for event in cluster.trace}
         met |= {"preemption"} if cluster.num_preemptions else set()
         met |= {"hit"} if cluster.num_cached_tokens else set()
+        met |= {sample.reason for request in cluster.requests.values() for sample in request.expected}
         for _, batch in [event for event in cluster.trace if event[0] == "send"]:
             met |= {"copy"} if len(batch.copy_src) else set()
             met |= {"fork"} if len(batch.fork_rows) else set()
@@ -143,4 +145,4 @@ def test_the_seeds_cover_every_kind_of_event() -> None:
         for _, output in [event for event in cluster.trace if event[0] == "answer"]:
             met |= {"failure"} if output.errors else set()
     wanted = {"submit", "refused", "abort", "stop", "join", "remove", "drain", "restart"}
-    assert wanted | {"preemption", "hit", "copy", "fork", "mixed step", "failure"} <= met
+    assert wanted | {"preemption", "hit", "copy", "fork", "mixed step", "failure", FinishReason.REPETITION} <= met

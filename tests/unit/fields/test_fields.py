@@ -47,6 +47,7 @@ def test_types_are_those_of_the_protocol() -> None:
             Kind.TOKEN_IDS: descriptor.TYPE_UINT32,
             Kind.BLOBS: descriptor.TYPE_BYTES,
             Kind.BIASES: descriptor.TYPE_MESSAGE,
+            Kind.COUNTS: descriptor.TYPE_MESSAGE,
         }[field.kind]
         assert descriptor.type == number, field.path
 

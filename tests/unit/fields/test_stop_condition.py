@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from array import array
 
+import numpy as np
 import pytest
 from quire.v1 import types_pb2 as types
 
 from request_fields import checks
-from request_fields.fields import FieldError, FinishReason, Side, StopCondition, fields_of, stop_condition
+from request_fields.fields import (
+    BY_PATH,
+    FieldError,
+    FinishReason,
+    RepetitionDetection,
+    Side,
+    StopCondition,
+    fields_of,
+    stop_condition,
+)
 
 EOS = (7, 8)
 
@@ -41,6 +52,65 @@ def test_eos_is_looked_at_before_stop_ids_and_these_before_the_limit(
     stop: StopCondition, last_token: int, num_output: int, end: FinishReason | None
 ) -> None:
     assert stop.end_of(array("I", [0] * (num_output - 1) + [last_token]), EOS) is end
+
+
+def _repeats(output: list[int], detection: RepetitionDetection) -> bool:
+    """The rule word by word: some pattern stands at the end, min_count times in a row."""
+    low, high, count = max(detection.min_pattern_size, 1), detection.max_pattern_size, detection.min_count
+    return any(
+        len(output) >= size * count and output[-size * count :] == output[-size:] * count
+        for size in range(low, high + 1)
+    )
+
+
+def test_an_output_ends_at_its_first_repetition() -> None:
+    """Random outputs of few ids, as each type of array that services have, against the rule word by word."""
+    rng, found = random.Random(5), 0
+    for _ in range(3000):
+        size = rng.randint(1, 5)
+        detection = RepetitionDetection(size, rng.randint(0, size), rng.randint(2, 4))
+        stop = StopCondition(99, repetition_detection=detection, min_tokens=rng.choice((0, 0, 9)))
+        output = [rng.choice((1, 2, 70000)) for _ in range(rng.randint(1, 24))]
+        expected = FinishReason.REPETITION if _repeats(output, detection) and len(output) >= stop.min_tokens else None
+        found += expected is not None
+        ids = array("I", output)
+        for view in (ids, memoryview(ids), np.array(output, dtype=np.uint32)):
+            assert stop.end_of(view, EOS) is expected
+    assert found > 300
+
+
+def test_max_tokens_and_eos_are_looked_at_before_repetitions() -> None:
+    stop = StopCondition(3, repetition_detection=RepetitionDetection(1, 0, 2))
+    assert stop.may_end_anywhere
+    assert stop.end_of(array("I", [1, 1]), EOS) is FinishReason.REPETITION
+    assert stop.end_of(array("I", [1, 1, 1]), EOS) is FinishReason.LENGTH
+    assert stop.end_of(array("I", [8, 8]), EOS) is FinishReason.EOS
+
+
+def _read(message: types.StopParams) -> StopCondition:
+    checks.check_value(BY_PATH["stop.repetition_detection"], message.repetition_detection)
+    return stop_condition(checks.values_set(message))
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({"max_pattern_size": 3, "min_count": 1}, r"min_count is 1; must be from 2 to 32$"),
+        ({"max_pattern_size": 3}, r"min_count is 0; must be from 2 to 32$"),
+        ({"min_pattern_size": 3}, r"min_pattern_size is 3; must be at most max_pattern_size, 0$"),
+        ({"max_pattern_size": 129, "min_count": 2}, r"max_pattern_size is 129; must be from 0 to 128$"),
+        ({"size": 1}, r"has key 'size'; its keys are max_pattern_size, min_pattern_size, min_count$"),
+    ],
+)
+def test_wrong_repetitions_are_refused(counts: dict[str, int], message: str) -> None:
+    request = types.StopParams(max_tokens=4, repetition_detection=counts)
+    with pytest.raises(FieldError, match=r"^stop\.repetition_detection.*" + message):
+        _read(request)
+
+
+def test_a_pattern_size_of_0_is_off() -> None:
+    request = types.StopParams(max_tokens=4, repetition_detection={"max_pattern_size": 0, "min_count": 3})
+    assert _read(request) == StopCondition(4)
 
 
 def test_the_condition_has_the_fields_that_schedulers_apply() -> None:
