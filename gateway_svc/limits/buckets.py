@@ -21,7 +21,7 @@ from svc_common.redis.server import Availability, RedisServer
 REQUEST_BURST_S = 1.0  # a bucket's size is its rate times this time; a full bucket admits any request
 TOKEN_BURST_S = 2.0
 STREAM_TTL_S = 30.0  # after a gateway dies, its streams are counted for this long
-NAMES = ("requests_per_s", "tokens_per_min", "max_streams")
+NAMES = ("requests_per_s", "tokens_per_min", "max_streams", "max_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,15 @@ class Take:
     0 if the request was counted when it arrived.
     """
 
-    stream_id: str
+    stream_id: str  # ROWS:ID; see `rows_of`
     num_tokens: int
     num_requests: int = 1
+
+
+def rows_of(stream_id: str) -> int:
+    """How many rows of workers a stream may have: its samples or beams."""
+    num_rows, separator, _ = stream_id.partition(":")
+    return int(num_rows) if separator and num_rows.isdecimal() else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,9 @@ class LocalBuckets:
         opens = bool(take.stream_id)
         if opens and limits.max_streams is not None and len(counts.streams) >= limits.max_streams:
             return Verdict(NAMES[2], 1.0)
+        num_rows = sum(map(rows_of, {*counts.streams, take.stream_id})) if opens and limits.max_rows is not None else 0
+        if limits.max_rows is not None and num_rows > limits.max_rows:
+            return Verdict(NAMES[3], 1.0)
         for i, (rate, cost) in enumerate(zip(rates(limits), (take.num_requests, take.num_tokens), strict=True)):
             if rate and cost:
                 counts.full_at[i] = max(counts.full_at[i], now) + cost / rate
@@ -111,8 +120,8 @@ class LocalBuckets:
 
 
 # KEYS: the two buckets, the streams. Times are seconds on Redis' clock. ARGV: request rate, token rate, cost in tokens,
-# limit of streams (-1: none), stream id or empty, the three constants, cost in requests. Returns 0 and 0 if the request
-# is admitted, else the number of the limit and the wait in ms.
+# limit of streams (-1: none), stream id or empty, the three constants, cost in requests, limit of rows (-1: none).
+# Returns 0 and 0 if the request is admitted, else the number of the limit and the wait in ms.
 TAKE = """
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
@@ -128,6 +137,13 @@ end
 local opens = ARGV[5] ~= ''
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
 if opens and tonumber(ARGV[4]) >= 0 and redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[4]) then return {3, 1000} end
+if opens and tonumber(ARGV[10]) >= 0 then
+  local rows = tonumber(string.match(ARGV[5], '^(%d+):') or '1')
+  for _, id in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
+    if id ~= ARGV[5] then rows = rows + tonumber(string.match(id, '^(%d+):') or '1') end
+  end
+  if rows > tonumber(ARGV[10]) then return {4, 1000} end
+end
 for i = 1, 2 do
   if rates[i] > 0 and costs[i] > 0 then
     local at = math.max(full[i], now) + costs[i] / rates[i]
@@ -186,6 +202,7 @@ class RedisBuckets:
             TOKEN_BURST_S,
             STREAM_TTL_S,
             take.num_requests,
+            -1 if limits.max_rows is None else limits.max_rows,
         )
         answer = await self._call(self._redis.eval(TAKE, 3, *self._keys(owner), *arguments))
         if answer is None:

@@ -16,7 +16,10 @@ from svc_common.tasks import cancel
 log = logging.getLogger(__name__)
 # Whether the current call was counted as a request when it arrived, and no request was admitted for it yet.
 is_prepaid: ContextVar[list[bool]] = ContextVar("is_prepaid")
-UNITS = {"requests_per_s": "requests per second", "tokens_per_min": "tokens per minute", "max_streams": "open requests"}
+UNITS = {
+    "requests_per_s": "requests per second", "tokens_per_min": "tokens per minute", "max_streams": "open requests",
+    "max_rows": "samples and beams of open requests",
+}  # fmt: skip
 
 
 class KeyLimits:
@@ -76,16 +79,25 @@ class KeyLimits:
 
     @contextlib.asynccontextmanager
     async def admitted(
-        self, owner: str, stream_id: str, num_tokens: int, num_used: Callable[[], int]
+        self, owner: str, stream_id: str, num_tokens: int, num_used: Callable[[], int], *, num_rows: int = 1
     ) -> AsyncIterator[None]:
-        """Count a request of at most `num_tokens` prompt and output tokens while the block runs.
+        """Count a request of at most `num_tokens` prompt and output tokens and `num_rows` samples or beams while the
+        block runs.
 
-        `num_used` returns the number of used tokens at the end. Raises OverloadedError with a retry delay.
+        `num_used` returns the number of used tokens at the end. Raises OverloadedError with a retry delay, or
+        InvalidRequestError if the request alone has too many rows.
         """
         limits = self.of(owner)
         if self._buckets is None or not limits.is_counted:
             yield
             return
+        if limits.max_rows is not None and num_rows > limits.max_rows:
+            raise InvalidRequestError(
+                f"the request has {num_rows} samples or beams; at most {limits.max_rows} may be open for this owner: "
+                "lower n, best_of or beam_width",
+                field="sampling",
+            )
+        stream_id = f"{num_rows}:{stream_id}"
         prepaid = is_prepaid.get([])
         take = Take(stream_id, num_tokens, num_requests=0 if prepaid and prepaid.pop() else 1)
         taking = asyncio.ensure_future(self._take(self._buckets, owner, limits, take))

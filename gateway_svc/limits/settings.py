@@ -4,6 +4,7 @@
     requests_per_s = 20
     tokens_per_min = 200_000      # prompt and output tokens
     max_streams = 50              # open requests
+    max_rows = 64                 # samples and beams of open requests
     min_priority = 0
     models = ["llama", "qwen"]
 
@@ -38,13 +39,14 @@ class OwnerLimits:
     requests_per_s: float | None = None
     tokens_per_min: float | None = None
     max_streams: int | None = None
+    max_rows: int | None = None
     min_priority: int | None = None
     models: frozenset[str] | None = None
 
     @property
     def is_counted(self) -> bool:
         """Whether requests must be counted."""
-        return not (self.requests_per_s is self.tokens_per_min is self.max_streams is None)
+        return not (self.requests_per_s is self.tokens_per_min is self.max_streams is self.max_rows is None)
 
 
 NO_LIMITS = OwnerLimits()
@@ -52,9 +54,10 @@ RANGES = {
     "requests_per_s": (0.001, 1e6),
     "tokens_per_min": (1, 1e12),
     "max_streams": (1, 10**6),
+    "max_rows": (1, 10**6),
     "min_priority": (-1000, 1000),
 }
-WHOLE = ("max_streams", "min_priority")
+WHOLE = ("max_streams", "max_rows", "min_priority")
 
 
 class LimitsFile:

@@ -46,18 +46,18 @@ class CallAdmission:
         return model
 
     def counted(
-        self, scoped_id: str, num_tokens: int, num_used: Callable[[], int]
+        self, scoped_id: str, num_tokens: int, num_used: Callable[[], int], *, num_rows: int = 1
     ) -> AbstractAsyncContextManager[None]:
-        """Count a request of at most `num_tokens` tokens against its key while the block runs. `num_used` returns the
-        number of used tokens at the end. Raises OverloadedError with a retry delay.
+        """Count a request of at most `num_tokens` tokens and `num_rows` samples or beams against its key while the
+        block runs. `num_used` returns the number of used tokens at the end. Raises OverloadedError with a retry delay.
         """
-        return self._keys.admitted(current_caller.get().owner, scoped_id, num_tokens, num_used)
+        return self._keys.admitted(current_caller.get().owner, scoped_id, num_tokens, num_used, num_rows=num_rows)
 
     def call(self, num_tokens: int = 0) -> AbstractAsyncContextManager[None]:
         """Count a call that no worker serves against its key. Raises OverloadedError with a retry delay."""
         if not self.counts:
             return nullcontext()
-        return self.counted(f"call-{secrets.token_hex(8)}", num_tokens, lambda: num_tokens)
+        return self.counted(f"call-{secrets.token_hex(8)}", num_tokens, lambda: num_tokens, num_rows=0)
 
     def cache_salt(self, scheduling: pb.SchedulingParams) -> str:
         """A record keeps the salt of the request, so a resumed request gets the same salt again."""

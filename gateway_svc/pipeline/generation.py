@@ -60,6 +60,7 @@ class TokenCost:
     num_known: int
     num_beams: int
     most: int  # with the largest output
+    num_rows: int  # open samples or beams
 
     @classmethod
     def of(cls, plan: GenerationPlan, request: SchedulerRequest, *, is_read: bool) -> TokenCost:
@@ -67,7 +68,7 @@ class TokenCost:
         num_given = len(plan.prompt.ids) + known if num_open and not is_read else 0
         beams = 0 if plan.sampling.beams is None else plan.sampling.beams.width
         num_left = (beams or len(request.samples)) * plan.sampling.stop.max_tokens - known
-        return cls(request, num_given, known, beams, num_given + num_left)
+        return cls(request, num_given, known, beams, num_given + num_left, beams or num_open)
 
     def used(self) -> int:
         """The tokens computed so far."""
@@ -205,7 +206,7 @@ class GenerationPipeline:
         if not self._admission.counts:
             return NOTHING
         cost = TokenCost.of(plan, request, is_read=call.resumed is not None and call.resumed.follows)
-        return self._admission.counted(request.request_id, cost.most, cost.used)
+        return self._admission.counted(request.request_id, cost.most, cost.used, num_rows=cost.num_rows)
 
     def _recording(
         self, call: GenerationCall, request: pb.GenerateRequest, plan: GenerationPlan, submission: Submission

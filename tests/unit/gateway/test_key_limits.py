@@ -170,6 +170,21 @@ async def test_open_streams_are_counted_until_they_end(buckets: RateBuckets) -> 
     assert [(await buckets.take("x", limits, Take(str(i), 1))).limit for i in (3, 4)] == ["", "max_streams"]
 
 
+async def test_samples_of_open_requests_are_counted_until_they_end(tmp_path: Path, buckets: RateBuckets) -> None:
+    limits = KeyLimits(LimitsFile(file_of(tmp_path, "[default]\nmax_rows = 10")), buckets)
+    async with limits.admitted("x", "first", 1, lambda: 1, num_rows=8), limits.admitted("x", "2", 1, lambda: 1):
+        with pytest.raises(OverloadedError, match=r"samples and beams of open requests: 10\)"):
+            async with limits.admitted("x", "3", 1, lambda: 1, num_rows=2):
+                raise AssertionError("it was admitted")
+        async with limits.admitted("x", "3", 1, lambda: 1), limits.admitted("x", "4", 1, lambda: 1, num_rows=0):
+            pass
+    async with limits.admitted("x", "5", 1, lambda: 1, num_rows=10):
+        pass
+    with pytest.raises(InvalidRequestError, match="11 samples or beams; at most 10"):
+        async with limits.admitted("x", "6", 1, lambda: 1, num_rows=11):
+            raise AssertionError("it was admitted")
+
+
 async def test_two_gateways_share_the_buckets_of_redis(redis: RedisServer) -> None:
     redis.flush()
     both = [RedisBuckets(redis.url, timeout_s=60.0) for _ in range(2)]
