@@ -140,6 +140,9 @@ class Run:
         other = self.replicas[replica is self.replicas[0]]
         name = f"w{self.replicas.index(other)}"
         epoch = self.workers[name].capacity.worker_epoch
+        twice = np.concatenate((search.token_ids[:BLOCK_SIZE],) * 2)
+        if other.scheduler.lend(WantedPrefix(name, epoch, b"layout", search.digests[:1] * 2, twice)) is not None:
+            raise Violation("a digest that occurs twice is lent, and its block would be freed twice")
         loan = other.scheduler.lend(WantedPrefix(name, epoch, b"layout", search.digests, search.token_ids))
         if loan is None:
             replica.scheduler.end_search(search, None, replica.now)
@@ -207,10 +210,10 @@ def test_blocks_are_borrowed_often(extras: str) -> None:
 
 
 def complaint_of(seed: int, extras: str) -> str:
-    """The complaint of the symbolic workers alone."""
+    """The complaint of the symbolic workers, or of the books at the end."""
     try:
         Run(seed, extras=extras, checks_invariants=False).run()
-    except Violation as found:
+    except (Violation, AssertionError) as found:
         return str(found)
     return ""
 
@@ -240,9 +243,26 @@ def no_end(patch: Patch) -> None:
     patch.setattr(Loans, "end", lambda self, loan: False)
 
 
+def end_on_the_next_process(patch: Patch) -> None:
+    """A loan of a lost worker gives its blocks back to the one that has its id now."""
+
+    def end(self: Loans, loan: Loan) -> bool:
+        if loan not in self.open:
+            return False
+        self.open.discard(loan)
+        OwnSource(self._workers[loan.worker.capacity.worker_id]).free(loan.block_ids)
+        return True
+
+    patch.setattr(Loans, "end", end)
+
+
+def repeated_digest_lent(patch: Patch) -> None:
+    patch.setattr(loans, "_may_read", lambda wanted, worker: worker.capacity.worker_epoch == wanted.worker_epoch)
+
+
 def foreign_epoch(patch: Patch) -> None:
     """Neither the scheduler nor the worker compares it."""
-    patch.setattr(loans, "_may_read", lambda wanted, worker: True)
+    patch.setattr(loans, "_may_read", lambda wanted, worker: len(set(wanted.digests)) == len(wanted.digests))
     patch.setattr(tiers, "is_same_process", lambda source, worker: True)
     patch.setattr(tiers, "is_still_there", lambda worker, block, digest: True)
 
@@ -276,6 +296,8 @@ def other_salt(patch: Patch) -> None:
         (snapshots_not_kept, "does not hold the blocks that are lent", "snapshots"),
         (other_salt, "does not hold the blocks that are lent", ""),
         (no_end, "leaks", ""),
+        (end_on_the_next_process, "a block is in two places", ""),
+        (repeated_digest_lent, "a digest that occurs twice is lent", ""),
         (foreign_epoch, "reads the wrong content", ""),
         (read_after_the_end, "reads the wrong content", ""),
     ],

@@ -17,9 +17,9 @@ import pytest
 from prefix_index import hashing
 from prefix_index.content_ids import FIRST_CONTENT_ID
 from scheduler_svc.core import prompt_digests, scheduler, windows, worker_state
-from scheduler_svc.core.admission.barrier import Barrier
+from scheduler_svc.core.admission.barrier import Barrier, Hold, HoldState
 from scheduler_svc.core.admission.placement import Placement
-from scheduler_svc.core.block_manager import BlockManager, LruQueue
+from scheduler_svc.core.block_manager import BlockManager, FreeList, LruQueue
 from scheduler_svc.core.features import beams, block_moves, cache_groups
 from scheduler_svc.core.features.adapters import AdapterSlots
 from scheduler_svc.core.features.beam_search import BeamSearch
@@ -48,7 +48,9 @@ from tests.sim.symbolic_worker import SymbolicWorker
 from tests.sim.tiers import Tier, is_sound
 
 MAX_SEEDS = 200
-KINDS = ("has_moves", "has_groups", "has_windows", "has_slow_links", "has_fast_links", "has_slow_disks")  # systems
+KINDS = (  # systems
+    "has_moves", "has_groups", "has_windows", "has_slow_links", "has_fast_links", "has_slow_disks", "has_operators",
+)  # fmt: skip
 
 Patch = pytest.MonkeyPatch
 
@@ -68,6 +70,7 @@ class Bug:
     has_slow_links: bool = False  # with has_moves
     has_fast_links: bool = False  # with has_moves
     has_slow_disks: bool = False  # with has_moves
+    has_operators: bool = False  # for bugs in holds of the barrier
 
     @property
     def changes(self) -> dict[str, float]:
@@ -242,6 +245,11 @@ def row_joins_the_run_with_unknown_tokens(patch: Patch) -> None:
     wrap(patch, Speculation, "update", update)
 
 
+@bug("beyond their tables")
+def drafts_in_a_full_pool_without_room_for_the_row(patch: Patch) -> None:
+    wrap(patch, Speculation, "_room", lambda original, speculation, rows: np.maximum(original(speculation, rows), 0))
+
+
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
@@ -309,6 +317,21 @@ def copy_not_sent(patch: Patch) -> None:
 @bug("neither its parent's nor a copy|without a copy|which is in use")
 def copy_in_the_wrong_direction(patch: Patch) -> None:
     change_batches(patch, lambda b: replace(b, copy_src=b.copy_dst, copy_dst=b.copy_src))
+
+
+@bug("which another open row has|which is in use|leaks|written to one slot|which other rows share|are free")
+def list_of_empty_blocks_does_not_wrap(patch: Patch) -> None:
+    def put(self: FreeList, numbers: Any) -> None:
+        start = (self._head + self.size) % len(self._slots)
+        self.size += len(numbers)
+        self._slots[start : start + len(numbers)] = numbers[: len(self._slots) - start]
+
+    patch.setattr(FreeList, "put", put)
+
+
+@bug("two changes in a row")
+def adopted_blocks_stay_empty(patch: Patch) -> None:
+    patch.setattr(FreeList, "remove", lambda self, numbers: None)
 
 
 # -- cache groups ------------------------------------------------------------------------------------------------------
@@ -1089,6 +1112,52 @@ def block_of_a_group_freed_during_a_read(patch: Patch) -> None:
         return ids
 
     wrap(patch, WindowGroup, "lend", lend)
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+
+@bug("is reached before requests that had begun have ended", has_operators=True, first_seed=38)
+def finish_answered_when_another_hold_is_reached(patch: Patch) -> None:
+    def take(original: Any, self: Barrier) -> list[Hold]:
+        reached = original(self)
+        early = [hold for hold in self._holds.values() if reached and hold.state is HoldState.FINISHING]
+        for hold in early:
+            hold.state = HoldState.REACHED
+        return reached + early
+
+    wrap(patch, Barrier, "take_reached", take)
+
+
+@bug("is carried out, but it was released", has_operators=True)
+def released_hold_carried_out_at_the_next_one(patch: Patch) -> None:
+    late: list[Hold] = []
+
+    def release(original: Any, self: Barrier, holder: str) -> Hold | None:
+        hold = original(self, holder)
+        if hold is not None and hold.state is not HoldState.REACHED:
+            late.append(hold)
+        return hold
+
+    def take(original: Any, self: Barrier) -> list[Hold]:
+        reached = original(self)
+        if reached:
+            reached += late
+            late.clear()
+        return reached
+
+    wrap(patch, Barrier, "release", release)
+    wrap(patch, Barrier, "take_reached", take)
+
+
+@bug("plans a step during", has_operators=True)
+def barrier_opens_with_the_first_release(patch: Patch) -> None:
+    def release(original: Any, self: Barrier, holder: str) -> Hold | None:
+        hold = original(self, holder)
+        self.is_closed = False
+        return hold
+
+    wrap(patch, Barrier, "release", release)
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------
