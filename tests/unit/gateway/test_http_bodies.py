@@ -46,6 +46,7 @@ EXAMPLES: dict[Kind, tuple[Any, Any]] = {
     Kind.STRINGS: (["a"], ["b"]),
     Kind.TOKEN_IDS: ([1], [2]),
     Kind.BIASES: ({"1": 0.5}, {"2": -1}),
+    Kind.COUNTS: ({"max_pattern_size": 2, "min_count": 3}, {"max_pattern_size": 4, "min_count": 2}),
 }
 # Supported over gRPC only: a body has no field for them.
 WITHOUT_BODY_FIELD = {
