@@ -14,11 +14,29 @@ from collections.abc import Sequence
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from grammars.schemas import MAX_SEARCH_S, GrammarError, Schema, failing_part, schema_of, with_known_formats
+from grammars.schemas import (
+    MAX_SEARCH_S,
+    GrammarError,
+    Schema,
+    all_schemas,
+    failing_part,
+    listed_names,
+    path_of,
+    schema_of,
+    with_known_formats,
+)
 from request_fields.grammar import JSON_WHITESPACE, GrammarKind
 
 MAX_ERROR_CHARS = 400
 GBNF_RULE = "::="
+
+
+class DeadPatternError(GrammarError):
+    """A pattern of `patternProperties` matches no further name: number of the schema, and path in it."""
+
+    def __init__(self, schema: int, path: str, pattern: str) -> None:
+        super().__init__(f"{pattern!r} matches only names that `properties` or `required` list; remove the pattern")
+        self.place = schema, path
 
 
 class UnsupportedTokenizerError(ValueError):
@@ -49,6 +67,24 @@ class GrammarCompiler:
         if not any(mask.compute_bitmask()) or mask.is_error():
             raise GrammarError("it accepts no text at all")
         return matcher
+
+    def check_patterns(self, schemas: Sequence[str]) -> None:
+        """Raise DeadPatternError for a pattern of names that matches only names that its object lists. A matcher fails
+        there, if the output takes this path."""
+        for i, text in enumerate(schemas):
+            for path, schema in all_schemas(schema_of(text)):
+                names = listed_names(schema)
+                for pattern in schema.get("patternProperties", ()) if names else ():
+                    if not self._has_more_names(names, pattern):
+                        raise DeadPatternError(i, path_of((*path, "patternProperties")), pattern)
+
+    def _has_more_names(self, names: Sequence[str], pattern: str) -> bool:
+        properties = {name: {"const": 0} for name in names}
+        rule = {"properties": properties, "required": names, "patternProperties": {pattern: {}}}
+        matcher = self.compile(GrammarKind.JSON_SCHEMA, json.dumps({**rule, "additionalProperties": False}))
+        begun = json.dumps(dict.fromkeys(names, 0), ensure_ascii=False)[:-1] + ', "'
+        is_fit = all(map(matcher.consume_token, self.token_ids(begun)))
+        return is_fit and any(matcher.compute_bitmask()) and not matcher.is_error()
 
     def texts(self, token_ids: Sequence[int]) -> list[bytes]:
         """The text of each token; empty for special tokens."""

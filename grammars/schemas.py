@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 Schema: TypeAlias = Mapping[str, Any]
+Path: TypeAlias = tuple[str | int, ...]
 ErrorOf: TypeAlias = Callable[[Schema], str]
 """The error of a schema that is compiled alone; empty if it has none."""
 
@@ -42,7 +43,7 @@ def schema_of(text: str) -> dict[str, Any]:
     return schema
 
 
-def sub_schemas(schema: Schema) -> Iterator[tuple[tuple[str | int, ...], Schema]]:
+def sub_schemas(schema: Schema) -> Iterator[tuple[Path, Schema]]:
     """Path and content of each schema directly inside of a schema."""
     for keyword, value in schema.items():
         if keyword in NAMED and isinstance(value, dict):
@@ -51,6 +52,25 @@ def sub_schemas(schema: Schema) -> Iterator[tuple[tuple[str | int, ...], Schema]
             yield from (((keyword, i), one) for i, one in enumerate(value) if isinstance(one, dict))
         elif keyword in SINGLE and isinstance(value, dict):
             yield (keyword,), value
+
+
+def all_schemas(schema: Schema, path: Path = ()) -> Iterator[tuple[Path, Schema]]:
+    """Path and content of a schema and of all schemas inside of it."""
+    yield path, schema
+    for steps, one in sub_schemas(schema):
+        yield from all_schemas(one, (*path, *steps))
+
+
+def listed_names(schema: Schema) -> list[str]:
+    """The names of members that an object lists."""
+    lists = [schema.get("properties"), schema.get("required")]
+    names = [name for names in lists if isinstance(names, dict | list) for name in names if isinstance(name, str)]
+    return list(dict.fromkeys(names))
+
+
+def path_of(steps: Path) -> str:
+    """A path as errors name it: `.properties.a.items[0]`."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
 
 
 def with_known_formats(schema: Schema) -> dict[str, Any]:
@@ -109,9 +129,9 @@ def failing_part(schema: Schema, error_of: ErrorOf, stop_at: float) -> str:
         if inner is None:
             return path
         steps, schema = inner
-        path += "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+        path += path_of(steps)
 
 
-def _of_keyword(shared: Schema, steps: tuple[str | int, ...]) -> Schema:
+def _of_keyword(shared: Schema, steps: Path) -> Schema:
     """The targets of references that a sub-schema needs beside itself. A target itself is compiled without them."""
     return {} if steps[0] in SHARED else shared

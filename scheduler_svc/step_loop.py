@@ -493,15 +493,16 @@ class StepLoop:
     def _apply_answer(self, link: WorkerLink, output: StepOutput) -> None:
         if self._workers.get(link.worker_id) is not link:
             return
-        for failure in output.errors:
-            log.warning(
-                "worker %s: row %d failed in step %d: %s", link.worker_id, failure.row, output.step_id, failure.message
-            )
         try:
             self._produce(self.core.update(output, self._now))
         except UnexpectedStepError as error:
             log.error("worker %s broke the protocol: %s", link.worker_id, error)
             self._drop_worker(link, str(error))
+            return
+        for failure in output.errors:  # of rows that were open
+            log.warning(
+                "worker %s: row %d failed in step %d: %s", link.worker_id, failure.row, output.step_id, failure.message
+            )
 
     def _apply_draining(self, link: WorkerLink) -> None:
         if self._workers.get(link.worker_id) is not link:

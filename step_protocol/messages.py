@@ -162,6 +162,7 @@ class RowErrorCode(Enum):
     NAN = "nan"  # its logits hold NaN, +inf or no finite number
     BAD_INPUT = "bad_input"  # the batch contradicts the row's table, its history or the pool
     INTERNAL = "internal"
+    GRAMMAR = "grammar"  # the request's grammar cannot be applied to this output, on any worker
 
 
 @dataclass(frozen=True, slots=True)

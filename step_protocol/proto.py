@@ -56,6 +56,7 @@ ROW_ERROR_CODES = {
     RowErrorCode.NAN: worker_pb2.ROW_ERROR_CODE_NAN,
     RowErrorCode.BAD_INPUT: worker_pb2.ROW_ERROR_CODE_BAD_INPUT,
     RowErrorCode.INTERNAL: worker_pb2.ROW_ERROR_CODE_INTERNAL,
+    RowErrorCode.GRAMMAR: worker_pb2.ROW_ERROR_CODE_GRAMMAR,
 }
 ERRORS_BY_CODE: dict[int, RowErrorCode] = {number: code for code, number in ROW_ERROR_CODES.items()}
 INPUT_KINDS = {

@@ -17,7 +17,7 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.answer.receipts import span_values
 from gateway_svc.answer.request_meter import FAILED, REASONS
 from gateway_svc.http.bodies import Generation
-from gateway_svc.http.errors import error_body
+from gateway_svc.http.errors import error_body, error_of_sample
 from gateway_svc.http.json_text import encode, encoded_list, joined_lists
 from gateway_svc.http.logprobs import (
     ChatLogprobs,
@@ -268,7 +268,7 @@ class ChoicesAnswer:
     def _finish(self, choice: int, finished: pb.Finished) -> Json:
         """The finish fields of a choice. Raises QuireError for a choice that failed."""
         if finished.reason in FAILED:
-            raise QuireError(finished.message or f"the server could not finish choice {choice}; retry the request")
+            raise error_of_sample(finished.message)
         self._tally.outputs[choice] = finished.usage.output_tokens + finished.usage.discarded_tokens
         if finished.index == 0:
             self._tally.cached_tokens += finished.usage.cached_tokens

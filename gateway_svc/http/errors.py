@@ -51,6 +51,16 @@ PROMPT_NAMES = {
 }
 
 
+GRAMMAR_FAILED = "grammar: "  # how the message of a row begins whose grammar cannot be applied to its output
+
+
+def error_of_sample(message: str) -> QuireError:
+    """The error of a sample that failed."""
+    if message.startswith(GRAMMAR_FAILED):
+        return InvalidRequestError(f"{message}; simplify the grammar or schema of the request")
+    return QuireError(message or "the server could not finish the answer; send the request again")
+
+
 class BodyTooLargeError(InvalidRequestError):
     http_status = 413
 

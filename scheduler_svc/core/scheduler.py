@@ -63,7 +63,7 @@ from scheduler_svc.core.steps.answers import Stops, append_tokens, check_answer,
 from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerState
 from step_protocol.columns import EMPTY, I64, U32
-from step_protocol.messages import RowError, StepBatch, StepOutput
+from step_protocol.messages import RowError, RowErrorCode, StepBatch, StepOutput
 
 MAX_POOLS = 32  # in one snapshot
 MAX_REFUSALS = 4  # per worker and step, because each check reads all rows of the worker
@@ -410,7 +410,8 @@ class Scheduler:
             self._ready[output.worker_id] = planner
         failed = list[Finished]()
         if failures:
-            failed = self._fail_rows(worker, step, failures)
+            output.errors = [failure for failure in failures if failure.row not in step.closed]
+            failed = self._fail_rows(worker, step, output.errors)
             is_open = worker.rows.open_since(step.closed) if step.closed else None
         rows, deltas, newest = append_tokens(worker.rows, step, output, is_open, self._stops)
         if step.accepted is not None:
@@ -462,12 +463,11 @@ class Scheduler:
                 self._throughput.add_output(len(seq.data.output))
         return ends
 
-    def _fail_rows(self, worker: WorkerState, step: InFlightStep, failures: list[RowError]) -> list[Finished]:
+    def _fail_rows(self, worker: WorkerState, step: InFlightStep, live: list[RowError]) -> list[Finished]:
         """Retry a failed row once on another worker, because the machine may have caused the failure. End the sequence
         if it has failed before or no other worker could run it. Rows that read blocks of a failed row are computed
         again, even if they failed too.
         """
-        live = [failure for failure in failures if failure.row not in step.closed]
         untrusted = untrusted_after(worker, {failure.row for failure in live}, step)
         worker.pool.forget(np.array(untrusted.blocks, dtype=np.int64))
         causes = [failure for failure in live if failure.row not in untrusted.rows]
@@ -485,7 +485,8 @@ class Scheduler:
         if seq.group.features.is_gang:
             seq = seq.group.sequences[0]
         others = [other for other in self._workers.values() if other is not worker and not other.is_draining]
-        if seq.failed_on is not None or not any(other.could_run(seq.group) for other in others):
+        is_final = failure.code is RowErrorCode.GRAMMAR or seq.failed_on is not None
+        if is_final or not any(other.could_run(seq.group) for other in others):
             return self._requests.end_failed(seq, failure.message)
         seq.failed_on = worker.capacity.worker_id
         self._requests.requeue(worker.preempt(failure.row), MigrationReason.FAILED)

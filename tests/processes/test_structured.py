@@ -16,6 +16,7 @@ import psutil
 import pytest
 from quire_client import AsyncClient, FinishReason, GenerateResult, InvalidRequest
 from quire_client.demo import demo_model_dir
+from tokenizers import Tokenizer
 
 from tests.processes.ports import free_port
 from tests.processes.schemas import is_valid, make_schema
@@ -177,6 +178,19 @@ async def test_errors_over_http_have_the_name_in_the_body(
     with pytest.raises(openai.BadRequestError, match=words) as caught:
         await http.completions.create(model=MODEL, prompt=PROMPT, extra_body=body)
     assert caught.value.body["param"] == param  # type: ignore[index]
+
+
+async def test_a_grammar_that_fails_while_it_runs_is_a_bad_request_and_one_line_of_log(
+    http: openai.AsyncOpenAI, running: Running
+) -> None:
+    token_id = Tokenizer.from_file(str(demo_model_dir() / "tokenizer.json")).encode("a").ids[-1]
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60, "logit_bias": {str(token_id): 100}}
+    body = {"structured_outputs": {"regex": "((((a{1,100}){1,100}){1,100}){1,100})"}, "ignore_eos": True}
+    with pytest.raises(openai.BadRequestError, match="simplify the grammar"):
+        await http.completions.create(**asked, extra_body=body)
+    for service in (running.worker, running.scheduler):
+        failed = [line for line in service.log().splitlines() if re.search(r"row \d+ failed", line)]
+        assert len(failed) == 1, failed
 
 
 async def test_a_text_format_has_no_effect(http: openai.AsyncOpenAI) -> None:

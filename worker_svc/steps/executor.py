@@ -130,6 +130,7 @@ class StepExecutor:
         self.on_step: OnStep | None = None  # called in the model thread
         self._row_log = RowLog()
         self._row_traces = row_traces
+        self._failed_rows: set[int] = set()  # rows whose failure is logged; until they are opened again
         self._seals = Seals()
         self._on_fatal = on_fatal
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
@@ -343,10 +344,14 @@ class StepExecutor:
             outcomes.append(error)
 
     def _to_response(self, output: StepOutput, step: QueuedStep) -> worker_pb2.StepOutput:
-        """The answer to a step. Failed rows are logged too: retries may hide the failure."""
+        """The answer to a step. The first failure of a row is logged too: retries may hide it."""
         if self._row_traces is not None and output.errors:
             self._row_traces.record_output(output)
-        for error in output.errors:
+        if self._failed_rows:
+            self._failed_rows.difference_update((item.row for item in step.batch.opens), step.batch.fork_rows.tolist())
+        new = [error for error in output.errors if error.row not in self._failed_rows]
+        self._failed_rows.update(error.row for error in new)
+        for error in new:
             log.error("step %d: row %d failed (%s): %s", output.step_id, error.row, error.code.name, error.message)
         return output_to_proto(output, worker_epoch=self.worker_epoch, queue_us=step.queue_us)
 

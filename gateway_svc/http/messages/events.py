@@ -10,7 +10,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.request_meter import FAILED
-from svc_common.errors import QuireError
+from gateway_svc.http.errors import error_of_sample
 
 Json = dict[str, Any]
 
@@ -77,7 +77,7 @@ class BlockBuilder:
 
     def _finish(self, finished: pb.Finished) -> Iterator[Json]:
         if finished.reason in FAILED:
-            raise QuireError(finished.message or "the server could not finish the answer; send the request again")
+            raise error_of_sample(finished.message)
         yield from self._close()
         used = finished.usage
         usage = _usage(self._num_prompt, used.cached_tokens, used.output_tokens)

@@ -14,6 +14,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.request_meter import FAILED
+from gateway_svc.http.errors import error_of_sample
 from gateway_svc.http.json_text import joined_lists
 from gateway_svc.http.logprobs import ChatLogprobs, positions
 from gateway_svc.http.responses.events import (
@@ -137,7 +138,7 @@ class ResponseRun:
 
     async def _finish(self, finished: pb.Finished) -> None:
         if finished.reason in FAILED:
-            raise QuireError(finished.message or "the server could not finish the answer; send the request again")
+            raise error_of_sample(finished.message)
         status = STATUSES.get(finished.reason, "completed")
         events = self._builder.finish(ResponseEnd(status, usage_of(finished.usage), int(time.time())))
         if self._store is not None:

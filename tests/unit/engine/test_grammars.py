@@ -198,7 +198,7 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_row_only(driver: Driver) ->
     output = driver.step({row: len(PROMPT) for row in range(3)})
     assert output.rows.tolist() == [1, 2]
     (error,) = output.errors
-    assert (error.row, error.code) == (0, RowErrorCode.INTERNAL)
+    assert (error.row, error.code) == (0, RowErrorCode.GRAMMAR)
     assert "unclosed group" in error.message
 
 

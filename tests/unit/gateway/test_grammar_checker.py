@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from quire.v1 import types_pb2 as types
@@ -24,12 +24,26 @@ SP = types.SamplingParams
 # llguidance builds an automaton with a state per residue.
 BOMB = json.dumps({"type": "integer", "multipleOf": 999983})
 MAX_ANSWER_S = 5.0
+
+
+def patterned(name: str, pattern: str, required: Sequence[str] = ()) -> str:
+    integer = {"type": "integer"}
+    rules = {"properties": {name: integer}, "patternProperties": {pattern: integer}, "additionalProperties": False}
+    return json.dumps({**rules, "required": [name, *required]})
+
+
 BAD = [
     (SP(regex="("), "sampling.regex", "cannot be used: .*unclosed group"),
     (SP(json_schema="{"), "sampling.json_schema", "cannot be used: it is not JSON"),
     (SP(json_schema="false"), "sampling.json_schema", "is a JSON bool; give an object"),
     (SP(json_schema='{"type": "text"}'), "sampling.json_schema", "Invalid type: text"),
     (SP(json_schema='{"items": {"uniqueItems": true}}'), "sampling.json_schema.items", "Unimplemented keys"),
+    (SP(json_schema=patterned("s", "^s$")), "sampling.json_schema.patternProperties", "'.s.' matches only names"),
+    (
+        SP(json_schema=f'{{"items": {patterned("s", "^[st]$", required=["t"])}}}'),
+        "sampling.json_schema.items.patternProperties",
+        "remove the pattern",
+    ),
     (SP(json_schema='{"enum": []}'), "sampling.json_schema", "Unsatisfiable"),
     (SP(json_schema='{"$ref": "https://example.com/a"}'), "sampling.json_schema", "does not fetch"),
     (SP(json_schema='{"not":' * 65 + "{}" + "}" * 65), "sampling.json_schema", "65 levels deep; at most 64"),
@@ -43,6 +57,8 @@ BAD = [
 GOOD = [
     (SP(json_object=True), GrammarKind.JSON_SCHEMA, '{"type":"object"}'),
     (SP(json_schema='{"type": "string"}'), GrammarKind.JSON_SCHEMA, '{"type": "string"}'),
+    (SP(json_schema=patterned("s", "^s")), GrammarKind.JSON_SCHEMA, patterned("s", "^s")),
+    (SP(json_schema=patterned("é", "^\\w$")), GrammarKind.JSON_SCHEMA, patterned("é", "^\\w$")),
     (SP(regex="a+"), GrammarKind.REGEX, "a+"),
     (SP(choice=["b", "a b", "b"]), GrammarKind.REGEX, r"b|a\ b"),
     (SP(grammar='start: "a"'), GrammarKind.LARK, 'start: "a"'),

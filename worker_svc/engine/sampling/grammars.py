@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from request_fields.grammar import Grammar
 from step_protocol.columns import EMPTY, I64, U32, Bools
-from step_protocol.messages import RowError, RowOpen
+from step_protocol.messages import RowError, RowErrorCode, RowOpen
 from worker_svc.engine.kernels.machine import available_cores
 from worker_svc.engine.row_part import SomeRows
 
@@ -122,7 +122,7 @@ class RowMasks:
 
     def errors(self, rows: I64) -> list[RowError]:
         """The errors of failed rows; `rows` [S] are the rows of the logits."""
-        return [RowError(int(rows[line]), text) for line, text in self.failures.items()]
+        return [RowError(int(rows[line]), text, RowErrorCode.GRAMMAR) for line, text in self.failures.items()]
 
 
 class _MaskWork(NamedTuple):
