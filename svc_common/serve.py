@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import grpc
 import uvloop
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
@@ -146,6 +147,9 @@ class GrpcServer:
 
     def _add_reflection(self, names: Sequence[str]) -> None:
         """Reflection under both of its names. The package has v1alpha only; the messages of v1 are the same."""
+        text = str(descriptor_pb2.FileDescriptorProto.FromString(reflection_pb2.DESCRIPTOR.serialized_pb))
+        v1 = text_format.Parse(text.replace("v1alpha", "v1"), descriptor_pb2.FileDescriptorProto())
+        descriptor_pool.Default().AddSerializedFile(v1.SerializeToString(deterministic=True))
         reflection.enable_server_reflection(names, self.grpc)
         info = grpc.stream_stream_rpc_method_handler(
             reflection.aio.ReflectionServicer(names).ServerReflectionInfo,

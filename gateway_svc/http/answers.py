@@ -45,18 +45,27 @@ Json = dict[str, Any]
 
 
 def encode_text(text: str) -> bytes:
-    """A JSON string."""
-    return encode_string(text).encode()
+    """A JSON string of an event."""
+    return _one_line(encode_string(text).encode())
+
+
+def _one_line(data: bytes) -> bytes:
+    """JSON without the characters at which clients split lines, although JSON and events allow them."""
+    if data.isascii():
+        return data
+    return (
+        data.replace(b"\xe2\x80\xa8", rb"\u2028").replace(b"\xe2\x80\xa9", rb"\u2029").replace(b"\xc2\x85", rb"\u0085")
+    )
 
 
 def sse(value: Json) -> bytes:
     """One server-sent event."""
-    return b"data: " + encode(value) + b"\n\n"
+    return b"data: " + _one_line(encode(value)) + b"\n\n"
 
 
 def named_event(value: Json) -> bytes:
     """One server-sent event with its `type` as its name."""
-    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), encode(value))
+    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), _one_line(encode(value)))
 
 
 def delta_of(part: pb.AnswerPart) -> Json:
@@ -276,8 +285,9 @@ class ChoicesAnswer:
             self._tally.reasoning_tokens += finished.usage.reasoning_tokens
         matched = finished.WhichOneof("matched")
         reason = FINISH_REASONS[finished.reason]
+        is_call = reason == "stop" and matched != "stop" and choice in self._calling  # a stop string may cut a call
         return {
-            "finish_reason": "tool_calls" if reason == "stop" and choice in self._calling else reason,
+            "finish_reason": "tool_calls" if is_call else reason,
             "stop_reason": STOP_REASONS.get(finished.reason) if matched is None else getattr(finished, matched),
             **({"weight_versions": _weight_versions(finished)} if self._shape is ROLLOUT else {}),
         }

@@ -124,8 +124,8 @@ class RedisFields:
         await self._redis.aclose()
 
     async def answers(self) -> bool:
-        try:
-            await self._call(self._redis.ping())
+        try:  # a full or read-only Redis answers a ping
+            await self._call(self._redis.set(f"{self._prefix}probe", b"", px=1))
         except UnavailableError:
             return False
         return True

@@ -269,6 +269,17 @@ async def test_calls_fail_with_unavailable_while_redis_is_down(
     assert await store.answers()
 
 
+async def test_a_full_redis_keeps_no_records(make_redis_store: MakeStore, redis_server: RedisServer) -> None:
+    store = make_redis_store()
+    with redis_server.client() as redis:
+        redis.config_set("maxmemory", 1)
+        try:
+            assert not await store.answers()
+        finally:
+            redis.config_set("maxmemory", 0)
+    assert await store.answers()
+
+
 async def test_records_in_memory_make_room_for_new_ones() -> None:
     now = [0.0]
     fields = MemoryFields(2000, lease_s=3.0, clock=lambda: now[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.request_meter import FAILED
 from gateway_svc.http.errors import error_of_sample
+from gateway_svc.text.calls.values import parsed
 
 Json = dict[str, Any]
 
@@ -127,11 +127,11 @@ def _delta(part: pb.AnswerPart) -> tuple[str, Json]:
 
 
 def _filled(block: Json, text: str) -> Json:
-    """A block with its text. Arguments that are cut off or not valid JSON give an empty input."""
+    """A block with its text. Arguments that are no object, such as those that are cut off, are one member of it."""
     if block["type"] != "tool_use":
         return {**block, block["type"]: text}
     try:
-        value = json.loads(text)
+        value = parsed(text or "{}")
     except (ValueError, RecursionError):
-        value = {}
-    return {**block, "input": value if isinstance(value, dict) else {}}
+        value = None
+    return {**block, "input": value if isinstance(value, dict) else {"arguments": text}}

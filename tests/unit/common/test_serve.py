@@ -6,6 +6,7 @@ import asyncio
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -51,7 +52,11 @@ async def test_reflection_has_both_of_its_names(package: str) -> None:
                 request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
                 response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
             )
-            (answer,) = [one async for one in call(iter([reflection_pb2.ServerReflectionRequest(list_services="*")]))]
+            asked = reflection_pb2.ServerReflectionRequest
+            own = asked(file_containing_symbol=f"{package}.ServerReflection")
+            answer, file = [one async for one in call(iter([asked(list_services="*"), own]))]
+        (found,) = file.file_descriptor_response.file_descriptor_proto
+        assert descriptor_pb2.FileDescriptorProto.FromString(found).package == package
         assert {"a.B", f"{package}.ServerReflection"} <= {one.name for one in answer.list_services_response.service}
     finally:
         await server.grpc.stop(None)

@@ -13,7 +13,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.http.answers import delta_of
 from tests.chat_templates import CLOCK, TEMPLATES, WEATHER
-from tests.unit.gateway.fakes import EOS, FakeScheduler, TestGateway
+from tests.unit.gateway.fakes import EOS, STOP, FakeScheduler, TestGateway
 from tests.unit.gateway.test_chat_streams import ANSWER, encode, serving
 from tests.unit.gateway.test_http import HttpGateway
 
@@ -55,6 +55,47 @@ async def test_a_whole_answer_has_reasoning_content_and_calls() -> None:
     assert answer.usage is not None
     assert answer.usage.completion_tokens_details is not None
     assert answer.usage.completion_tokens_details.reasoning_tokens == len(encode(ANSWER.partition("\n\nI look")[0]))
+
+
+async def test_the_text_of_a_special_token_in_a_message_is_that_token() -> None:
+    """docs/threat-model.md tells operators so, because a user can write the marker at the end of a turn."""
+    async with client_of() as (client, gateway, scheduler):
+        tokenizer = gateway.directory.find_text("demo").text.tokenizer
+        assert tokenizer is not None
+        counts = []
+        for text in ("hi", f"hi{tokenizer.decode([1], skip_special_tokens=False)}"):
+            scheduler.play([1], EOS)
+            await client.chat.completions.create(model="demo", messages=[{"role": "user", "content": text}])
+            data = scheduler.submits[-1].prompt_token_ids
+            counts.append([data[i : i + 4] for i in range(0, len(data), 4)].count(b"\x01\0\0\0"))
+        assert counts[1] == counts[0] + 1
+
+
+async def test_a_call_that_a_stop_string_cuts_ends_as_stop() -> None:
+    async with client_of() as (client, _, scheduler):
+        scheduler.play(encode('<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'), STOP)
+        asked: Any = {"model": "demo", "messages": USER, "tools": TOOLS, "stop": "Ulm"}
+        (whole,) = (await client.chat.completions.create(**asked)).choices
+        chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+    assert (whole.finish_reason, whole.stop_reason) == ("stop", "Ulm")
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert whole.message.tool_calls[0].function.arguments == '{"city": "'
+
+
+async def test_events_have_no_character_at_which_clients_split_lines() -> None:
+    text = "a\u2028b\u2029c\u0085d"
+    async with serving(TEMPLATES["hermes"]) as (gateway, scheduler), HttpGateway(gateway) as http:
+        scheduler.play([*encode(text), 1], EOS)
+        for path, body in (
+            ("/v1/chat/completions", {"messages": USER}),
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/responses", {"input": "x", "store": False}),
+            ("/v1/messages", {"messages": USER, "max_tokens": 99}),
+        ):
+            async with http.session.post(path, json={"model": "demo", "stream": True, **body}) as answer:
+                data = await answer.read()
+            assert not any(char.encode() in data for char in "\u2028\u2029\u0085"), path
+            assert rb"\u2028" in data, path
 
 
 async def test_a_stream_adds_up_to_the_whole_answer() -> None:

@@ -105,6 +105,22 @@ async def test_how_a_message_ends(reason: Any, options: Any, expected: Any) -> N
     assert (message.stop_reason, message.stop_sequence, block.type == "text" and block.text) == expected
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"city": "a\tb\nc"}', {"city": "a\tb\nc"}),
+        ('{"city": "Ulm",}', {"city": "Ulm"}),
+        ('{"city": Ulm}', {"arguments": '{"city": Ulm}}'}),  # up to the marker
+    ],
+)
+async def test_arguments_that_are_no_json_are_mended_or_shown(arguments: str, expected: Any) -> None:
+    async with client_of() as (client, _, scheduler):
+        call = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+        scheduler.play([*encode(call), 1], EOS)
+        message = await client.messages.create(**ASKED, tools=TOOLS)
+    assert [block.input for block in message.content if block.type == "tool_use"] == [expected]
+
+
 async def test_a_conversation_reaches_the_template() -> None:
     messages: Any = [
         {"role": "user", "content": [{"type": "text", "text": "Rain"}, {"type": "text", "text": "or sun?"}]},
