@@ -499,7 +499,7 @@ class StepLoop:
             log.error("worker %s broke the protocol: %s", link.worker_id, error)
             self._drop_worker(link, str(error))
             return
-        for failure in output.errors:  # of rows that were open
+        for failure in output.errors:  # failures of rows that were open
             log.warning(
                 "worker %s: row %d failed in step %d: %s", link.worker_id, failure.row, output.step_id, failure.message
             )
