@@ -3,7 +3,7 @@
     <namespace>:generation        string  set by the first scheduler; if it is missing or changed, data was lost
     <namespace>:scheduler_epoch   string  counter of leases, 1 to MAX_SCHEDULER_EPOCH; any other value counts as 0
     <namespace>:worker:<id>       hash    epoch, address, owner, scheduler; expires when its scheduler stops renewing it
-    <namespace>:revisions:<model> hash   by owner: revision and time (ms) until which it is served; expires likewise
+    <namespace>:revisions:<model> hash   by owner: revision and time (ms) until which it is served; never expires
     <namespace>:weights:<model>:<revision>  hash  version and record of the newest update of the weights; never expires
     <namespace>:prefix:<digest>   set     8 bytes of worker epoch + worker id; expires unless refreshed
 

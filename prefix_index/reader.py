@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Sequence
 
 from prefix_index.search import PrefixSearch
-from svc_common.redis.connect import call_errors, connect
+from svc_common.redis.connect import call_errors, connect, warn_of_eviction
 from svc_common.redis.server import Availability, RedisServer
 
 PING_TIMEOUT_S = 1.0
@@ -84,6 +84,8 @@ class RedisPrefixReader:
             try:
                 async with asyncio.timeout(PING_TIMEOUT_S):
                     await self._redis.ping()
+                    if not self.is_up:
+                        await warn_of_eviction(self._redis)
             except call_errors() as error:
                 self._on_error(error)
                 await asyncio.sleep(self._pause_s)

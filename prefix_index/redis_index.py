@@ -21,7 +21,7 @@ from prefix_index.keys import (
     worker_key,
 )
 from prefix_index.search import PrefixSearch
-from svc_common.redis.connect import call_errors, connect
+from svc_common.redis.connect import call_errors, connect, warn_of_eviction
 from svc_common.redis.server import Availability, RedisServer
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ for i = 1, #served, 2 do
   end
 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. ' ' .. string.format('%d', now + ARGV[3]))
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
+redis.call('PERSIST', KEYS[1]) -- volatile-lru must not evict it; another claim removes what has ended
 return ''"""
 
 # Records ARGV[2] as the weights of version ARGV[1], unless a version that is not lower is recorded. Returns what is.
@@ -326,6 +326,8 @@ class RedisPrefixIndex:
         try:
             async with asyncio.timeout(self._timeout_s * 4):
                 generation = await self._execute(batch, records)
+                if not self.is_up:
+                    await warn_of_eviction(self._redis)
             self._server.came_up()
             # Until the server's generation is known, a restart that loses the batch would not be detected.
             await self._check_generation(generation)

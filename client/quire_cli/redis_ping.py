@@ -12,8 +12,9 @@ class RedisUrlError(ValueError):
     """The URL is not that of a Redis server. The message has no password."""
 
 
-def ping(url: str) -> str:
-    """The URL without credentials, if the Redis or one of its Sentinels answers; a refused password is an answer too.
+def ping(url: str) -> tuple[str, str]:
+    """The URL without credentials and the policy of eviction (empty: unknown), if the Redis or one of its Sentinels
+    answers; a refused password is an answer too.
 
     Raises OSError with the reason, RedisUrlError, ImportError.
     """
@@ -32,14 +33,13 @@ def ping(url: str) -> str:
         try:
             with redis.Redis.from_url(server, **options) as client:
                 client.ping()
+                return name, client.info("memory").get("maxmemory_policy", "")
         except (redis.AuthenticationError, redis.ResponseError):
-            return name
+            return name, ""
         except (redis.RedisError, OSError) as error:
             problem = str(error)
         except ValueError:
             raise RedisUrlError(f"{name} is not a Redis URL; write redis://[:password@]host:port/db") from None
-        else:
-            return name
     raise OSError(f"{name} does not answer ({problem})")
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from svc_common.redis.server import RedisServer
 
 if TYPE_CHECKING:
     import redis.asyncio
+
+
+log = logging.getLogger(__name__)
 
 
 def connect(server: RedisServer | str, timeout_s: float) -> redis.asyncio.Redis:
@@ -22,3 +26,20 @@ def call_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
     from redis.exceptions import RedisError
 
     return RedisError, OSError, TimeoutError, *more
+
+
+async def warn_of_eviction(client: redis.asyncio.Redis) -> None:
+    """Log a warning if the server may evict keys without a time to live: pins, epochs, versions of weights."""
+    from redis.exceptions import ResponseError
+
+    try:
+        memory = await client.info("memory")
+    except ResponseError:  # INFO is not allowed
+        return
+    policy = memory.get("maxmemory_policy", "")
+    if memory.get("maxmemory") and policy.startswith("allkeys"):
+        log.warning(
+            "redis evicts any key when its memory is full (maxmemory-policy %s): pinned sessions, epochs and versions "
+            "of weights can be lost; set maxmemory-policy volatile-lru",
+            policy,
+        )

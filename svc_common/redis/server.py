@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import ssl
 import urllib.parse
 from dataclasses import dataclass
@@ -167,6 +168,17 @@ def read_password(path: Path, flag: str) -> str:
     return password
 
 
+def problem_of(error: BaseException) -> str:
+    """The cause of a failed call, without the server's message: it quotes the command, and so data of a request."""
+    from redis.exceptions import ResponseError
+
+    name = type(error).__name__
+    if not isinstance(error, ResponseError):
+        return f"does not answer ({str(error) or name})"
+    code = re.match(r"[A-Z]{3,}\b", str(error).rpartition("caused error: ")[2])
+    return f"refuses a call ({name}{f', {code[0]}' if code else ''})"
+
+
 class Availability:
     """Tracks whether the server answers. Logs each change once: `effect` if it answers, `loss` if it does not."""
 
@@ -181,7 +193,7 @@ class Availability:
         """Record a failed call."""
         self.num_errors += 1
         if self.is_up or not self._has_warned:
-            log.warning("redis does not answer (%s); %s", str(error) or type(error).__name__, self._loss)
+            log.warning("redis %s; %s", problem_of(error), self._loss)
         self.is_up, self._has_warned = False, True
 
     def came_up(self) -> None:

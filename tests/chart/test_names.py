@@ -109,6 +109,17 @@ def test_addresses_stay_unchanged(url: str) -> None:
     assert (variables["QUIRE_REDIS"], variables["QUIRE_REDIS_NAMESPACE"]) == (url, "42")
 
 
+def test_releases_that_share_a_redis_have_keys_of_their_own() -> None:
+    names = set()
+    for release in ("one", "two"):
+        objects = render({"redis": {"enabled": False, "external": {"url": "redis://h:1/0"}}}, name=release)
+        for deployment in objects.all("Deployment"):
+            (container,) = deployment["spec"]["template"]["spec"]["containers"]
+            (name,) = {item["value"] for item in container["env"] if item["name"] == "QUIRE_REDIS_NAMESPACE"}
+            names.add((release, name))
+    assert len(names) == len({name for _, name in names}) == 2
+
+
 def test_entries_of_an_external_redis_secret_stay_strings() -> None:
     external = {"existingSecret": "7", "key": "1", "caSecret": "8", "caKey": "true"}
     for manifest in render({"redis": {"enabled": False, "external": external}}).manifests:

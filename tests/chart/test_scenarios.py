@@ -251,6 +251,7 @@ def test_the_bundled_redis_is_maintained_pinned_and_closed_by_default() -> None:
     found = re.fullmatch(image, container["image"])
     assert found is not None
     assert int(found[1]) >= 4  # the first release of 8.1 with both fixes
+    assert container["args"][container["args"].index("--maxmemory-policy") + 1] == "volatile-lru"  # keeps pins
     (policy,) = objects.all("NetworkPolicy")  # although networkPolicy.enabled is false
     assert policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "redis"
     (rule,) = policy["spec"]["ingress"]

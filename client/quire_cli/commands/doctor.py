@@ -212,7 +212,11 @@ def check_redis(url: str | None) -> Finding:
     if not url:
         return Finding("redis", OK, "not configured: prefix index in memory (fine for one scheduler)")
     try:
-        return Finding("redis", OK, f"{ping(url)} answers")
+        name, policy = ping(url)
+        if policy.startswith("allkeys"):
+            words = "pinned sessions and epochs can be evicted; set maxmemory-policy volatile-lru"
+            return Finding("redis", FALLBACK, f"{name} answers, with maxmemory-policy {policy}: {words}")
+        return Finding("redis", OK, f"{name} answers")
     except RedisUrlError as error:
         return Finding("redis", MISSING, str(error))
     except OSError as error:

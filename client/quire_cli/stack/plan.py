@@ -322,7 +322,7 @@ def _index_note(redis: str | None, num_schedulers: int) -> str:
         where = "in memory of each scheduler" if num_schedulers > 1 else "in memory"
         return f"index      {where} (no --redis given)"
     try:
-        return f"index      Redis at {ping(redis)}"
+        return f"index      Redis at {ping(redis)[0]}"
     except RedisUrlError as error:
         raise SetupError(f"--redis: {error}") from None
     except OSError as error:

@@ -17,8 +17,10 @@ import trustme
 from quire_cli.commands import doctor
 from redis.exceptions import RedisError
 
+from gateway_svc.records.redis_fields import RedisFields
 from svc_common.config import add_flags
-from svc_common.redis.connect import connect
+from svc_common.errors import UnavailableError
+from svc_common.redis.connect import connect, warn_of_eviction
 from svc_common.redis.server import Availability, RedisServer, RedisSettingsError, redis_flags, redis_server
 from tests.processes.port_proxy import PortProxy
 from tests.processes.ports import free_port
@@ -135,6 +137,36 @@ async def test_an_error_says_which_certificate_is_wrong(tls: TlsRedis, caplog: p
     state.went_down(RedisError(await error_of(tls.server)))
     assert "redis does not answer (Error" in caplog.text
     assert refused in caplog.text
+
+
+@pytest.mark.parametrize(("policy", "is_safe"), [("allkeys-lru", False), ("volatile-lru", True)])
+async def test_an_evicting_redis_is_reported_and_its_refusals_have_no_data(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: str, is_safe: bool
+) -> None:
+    flags = ("--maxmemory", "64mb", "--maxmemory-policy", policy)
+    with RedisProcess(tmp_path, *flags) as process, process.client() as owner:
+        client = connect(process.url, timeout_s=30.0)
+        await warn_of_eviction(client)
+        found = await asyncio.to_thread(doctor.check_redis, process.url)
+        assert found.state == (doctor.OK if is_safe else doctor.FALLBACK)
+        assert ("set maxmemory-policy volatile-lru" in caplog.text) is not is_safe
+        assert ("set maxmemory-policy volatile-lru" in found.detail) is not is_safe
+        owner.config_set("maxmemory-policy", "noeviction")
+        owner.config_set("maxmemory", 1)
+        state = Availability("")
+        fields = RedisFields(process.url, timeout_s=30.0)
+        with pytest.raises(UnavailableError, match="refuses a call; retry later"):
+            await fields.create("r", b"TOPSECRET", "run")
+        pipeline = client.pipeline(transaction=False)
+        pipeline.hset("key", "field", "TOPSECRET caused error: OOM")
+        with pytest.raises(RedisError) as failed:
+            await pipeline.execute()
+        state.went_down(failed.value)
+        assert "redis refuses a call (OutOfMemoryError" in caplog.text
+        assert "TOPSECRET" in str(failed.value)
+        assert "TOPSECRET" not in caplog.text
+        await fields.close()
+        await client.aclose()
 
 
 async def test_doctor_checks_the_certificates(tls: TlsRedis, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,7 @@ readinessProbe:
 {{- end }}
 {{- if include "quire.hasRedis" . }}
 - name: QUIRE_REDIS_NAMESPACE
-  value: {{ $redis.namespace | quote }}
+  value: {{ $redis.namespace | default (include "quire.fullname" .) | quote }}
 {{- end }}
 {{- range $folder, $secret := include "quire.redisSecrets" . | fromJson }}
 {{- range $setting, $entry := $secret.files }}
