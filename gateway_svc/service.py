@@ -26,7 +26,7 @@ from gateway_svc.records.cipher import make_cipher
 from gateway_svc.records.memory_fields import MemoryFields
 from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.redis_fields import RedisFields
-from gateway_svc.records.store import RecordStore
+from gateway_svc.records.store import RecordLimits, RecordStore
 from gateway_svc.request.prompts.readers import PromptReaders
 from gateway_svc.request.sandbox.audio_decoder import AudioDecoder
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
@@ -161,8 +161,8 @@ class SharedState:
     def __init__(self, args: argparse.Namespace) -> None:
         redis = redis_server(args)
         self.reader = None if redis is None else RedisPrefixReader(redis, namespace=args.redis_namespace)
-        self.recorder = _make_recorder(args, redis)
         self.limits = _make_limits(args, redis)
+        self.recorder = _make_recorder(args, redis, self.limits)
 
     def start(self, closing: AsyncExitStack) -> None:
         """Connect, and close with `closing`."""
@@ -172,14 +172,18 @@ class SharedState:
                 part.start()
 
 
-def _make_recorder(args: argparse.Namespace, redis: RedisServer | None) -> OutputRecorder | None:
-    cipher = make_cipher(args.record_key_file)
-    limits = {"ttl_s": args.record_ttl_s, "max_bytes": args.max_record_bytes}
-    if redis is not None:
-        return OutputRecorder(RecordStore(RedisFields(redis, namespace=args.redis_namespace, **limits), cipher=cipher))
-    if not args.record_memory:
+def _make_recorder(args: argparse.Namespace, redis: RedisServer | None, key_limits: KeyLimits) -> OutputRecorder | None:
+    bounds = {"ttl_s": args.record_ttl_s, "max_bytes": args.max_record_bytes}
+    if redis is None and not args.record_memory:
         return None
-    return OutputRecorder(RecordStore(MemoryFields(args.record_memory, **limits), cipher=cipher))
+    memory = args.record_memory
+    fields = RedisFields(redis, namespace=args.redis_namespace, **bounds) if redis else MemoryFields(memory, **bounds)
+
+    def limits(owner: str) -> RecordLimits:
+        own = key_limits.of(owner)
+        return RecordLimits(own.record_bytes, own.max_records)
+
+    return OutputRecorder(RecordStore(fields, cipher=make_cipher(args.record_key_file), limits=limits))
 
 
 def _make_limits(args: argparse.Namespace, redis: RedisServer | None) -> KeyLimits:

@@ -196,14 +196,11 @@ def _is_ended_by_token(end: record_pb2.SampleEnd | None) -> bool:
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
-def content_of_copy(record: StoredRecord, source_id: str, session_id: str) -> record_pb2.RequestRecord:
-    """The content of a session that begins as another one."""
-    content = record_pb2.RequestRecord()
-    content.CopyFrom(record.content)
-    content.origin_id = content.origin_id or content.request.request_id
-    content.request.request_id, content.request.session_id = session_id, source_id
-    content.ClearField("notes")  # belongs to an API whose object is not copied
-    return content
+def changes_of_copy(record: StoredRecord, source_id: str, session_id: str) -> record_pb2.RequestRecord:
+    """Changes to the content of a session in its copy."""
+    changes = record_pb2.RequestRecord(origin_id=record.content.origin_id or record.content.request.request_id)
+    changes.request.request_id, changes.request.session_id = session_id, source_id
+    return changes
 
 
 def rewound(record: StoredRecord, num_tokens: int) -> StoredRecord:

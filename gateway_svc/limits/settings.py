@@ -5,6 +5,8 @@
     tokens_per_min = 200_000      # prompt and output tokens
     max_streams = 50              # open requests
     max_rows = 64                 # samples and beams of open requests
+    record_bytes = 268_435_456    # all stored requests and sessions (docs/sessions.md)
+    max_records = 10_000
     min_priority = 0
     models = ["llama", "qwen"]
 
@@ -40,6 +42,8 @@ class OwnerLimits:
     tokens_per_min: float | None = None
     max_streams: int | None = None
     max_rows: int | None = None
+    record_bytes: int | None = None
+    max_records: int | None = None
     min_priority: int | None = None
     models: frozenset[str] | None = None
 
@@ -55,9 +59,11 @@ RANGES = {
     "tokens_per_min": (1, 1e12),
     "max_streams": (1, 10**6),
     "max_rows": (1, 10**6),
+    "record_bytes": (1, 2**50),
+    "max_records": (1, 10_000),
     "min_priority": (-1000, 1000),
 }
-WHOLE = ("max_streams", "max_rows", "min_priority")
+WHOLE = ("max_streams", "max_rows", "record_bytes", "max_records", "min_priority")
 
 
 class LimitsFile:

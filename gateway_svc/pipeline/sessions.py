@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from quire.internal.v1 import record_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import session_pb2
 
@@ -13,9 +15,9 @@ from gateway_svc.answer.resuming import enlist, no_record
 from gateway_svc.answer.session import (
     SessionBase,
     base_of,
+    changes_of_copy,
     check_same_model,
     check_whole,
-    content_of_copy,
     continue_chat,
     inherit,
     join_prompts,
@@ -30,7 +32,7 @@ from gateway_svc.request.models import ServedModel
 from gateway_svc.request.prompts.reader import PromptInput
 from gateway_svc.request.prompts.readers import PromptReaders
 from gateway_svc.request.validation import check_id
-from svc_common.errors import NotConfiguredError, OverloadedError, UnavailableError
+from svc_common.errors import NotConfiguredError, OverloadedError, QuireError, UnavailableError
 
 MAX_FORKS = 64
 MAX_PINS = 1000  # limit for one owner
@@ -103,20 +105,20 @@ class Sessions:
     async def checkpoint(self, session_id: str) -> session_pb2.Session:
         """A new session that is equal to another one."""
         async with self._admission.call():
-            return await self._copy(await self._load(session_id), session_id)
+            return (await self._copies(await self._load(session_id), session_id, 1))[0]
 
-    async def fork(self, session_id: str, n: int) -> list[session_pb2.Session]:
+    async def fork(self, session_id: str, n: int) -> Sequence[session_pb2.Session]:
         """Several new sessions that are equal to another one."""
         if n > MAX_FORKS:
             raise invalid("n", f"is {n}; must be from 1 to {MAX_FORKS}")
         async with self._admission.call():
-            record = await self._load_ended(session_id)
-            return [await self._copy(record, session_id) for _ in range(n or 1)]
+            return await self._copies(await self._load_ended(session_id), session_id, n or 1)
 
     async def rewind(self, session_id: str, num_tokens: int) -> session_pb2.Session:
         """A new session with the first tokens of each sample of another one."""
         async with self._admission.call():
-            return await self._copy(rewound(await self._load_ended(session_id), num_tokens), session_id)
+            record = rewound(await self._load_ended(session_id), num_tokens)
+            return (await self._copies(record, session_id, 1))[0]
 
     async def pin(self, session_id: str, ttl_s: float) -> session_pb2.Session:
         """Keep a session for at least this time."""
@@ -160,13 +162,26 @@ class Sessions:
         async with self._admission.call():
             await self._records().delete((await self._load(session_id)).record_id)
 
-    async def _copy(self, record: StoredRecord, source_id: str) -> session_pb2.Session:
+    async def _copies(self, record: StoredRecord, source_id: str, n: int) -> Sequence[session_pb2.Session]:
+        """New sessions that are equal to a record. They share its content and output."""
         check_whole(record)
-        session_id = f"sess_{secrets.token_hex(ID_BYTES)}"
-        content, records = content_of_copy(record, source_id, session_id), self._records()
-        copied = await records.copy(record, scoped(session_id), content)
-        await enlist(records, scoped(session_id))
-        return await self._describe(copied, session_id)
+        records, copies = self._records(), []
+        content = record_pb2.RequestRecord()
+        content.CopyFrom(record.content)
+        content.ClearField("notes")  # belongs to an API whose object is not copied
+        shared = await records.share(replace(record, content=content))
+        try:
+            for _ in range(n):
+                session_id = f"sess_{secrets.token_hex(ID_BYTES)}"
+                changes = changes_of_copy(record, source_id, session_id)
+                copies.append(await records.copy(shared, scoped(session_id), changes))
+        except QuireError:
+            for copy in copies:
+                await records.delete(copy.record_id)
+            raise
+        for copy in copies:
+            await enlist(records, copy.record_id)
+        return [await self._describe(copy, copy.content.request.request_id) for copy in copies]
 
     async def _describe(self, record: StoredRecord, session_id: str) -> session_pb2.Session:
         (end,) = await self._records().lifetimes([record.record_id])

@@ -7,7 +7,18 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gateway_svc.records.store import END, LEASE_S, MAX_BYTES, MAX_LISTED, TTL_S, Lifetime, Update, owner_of
+from gateway_svc.records.store import (
+    END,
+    LEASE_S,
+    MAX_BYTES,
+    MAX_LISTED,
+    NO_LIMITS,
+    TTL_S,
+    Lifetime,
+    RecordLimits,
+    Update,
+    owner_of,
+)
 from svc_common.errors import OverloadedError
 
 
@@ -19,6 +30,7 @@ class _Record:
     expires_at: float
     size: int = 0
     pinned_until: float = 0.0
+    refs: int = 0  # number of copies that share it
 
 
 class MemoryFields:
@@ -50,10 +62,18 @@ class MemoryFields:
     async def answers(self) -> bool:
         return True
 
-    async def create(self, record_id: str, request: bytes, run: str) -> None:
+    async def create(
+        self, record_id: str, request: bytes, run: str, *, shared_id: str = "", limits: RecordLimits = NO_LIMITS
+    ) -> bool:
         """Raises OverloadedError if open requests leave no room."""
+        owner = owner_of(record_id)
+        others = [one.size for name, one in self._records.items() if owner_of(name) == owner and name != record_id]
+        if not limits.allow(len(request) + sum(others), 1 + len(others)):
+            return False
         self._remove(record_id)
-        if not self._make_room(len(request)):
+        if shared_id and self._find(shared_id) is None:
+            return False
+        if not self._make_room(len(request), keep=shared_id):
             raise OverloadedError(
                 f"the records of open requests need more than {self._total_bytes} bytes (--record-memory); retry when "
                 "some have ended, or start the gateways with --redis",
@@ -62,6 +82,10 @@ class MemoryFields:
         now = self._clock()
         self._records[record_id] = _Record({}, run, now + self._lease_s, now + self._ttl_s)
         self._put(self._records[record_id], "request", request)
+        if shared_id:
+            self._put(self._records[record_id], "shared", shared_id.encode())
+            self._records[shared_id].refs += 1
+        return True
 
     async def claim(self, record_id: str, run: str, *, by_force: bool) -> bool:
         record = self._find(record_id)
@@ -163,6 +187,13 @@ class MemoryFields:
         now = self._clock()
         record.lease_until, record.expires_at = now + lease_s, max(now + self._ttl_s, record.pinned_until)
         self._records.move_to_end(record_id)
+        if (shared := self._shared(record)) is not None:
+            shared.expires_at = max(shared.expires_at, record.expires_at)
+            shared.pinned_until = max(shared.pinned_until, record.pinned_until)
+
+    def _shared(self, record: _Record) -> _Record | None:
+        """The record that a copy shares."""
+        return self._records.get(record.fields.get("shared", b"").decode())
 
     def _make_room(self, num_bytes: int, keep: str = "") -> bool:
         """Remove records that no run writes until there is room. False if there is none."""
@@ -171,7 +202,7 @@ class MemoryFields:
             others = (
                 name
                 for name, record in self._records.items()
-                if name != keep and max(record.lease_until, record.pinned_until) <= now
+                if name != keep and not record.refs and max(record.lease_until, record.pinned_until) <= now
             )
             if (oldest := next(others, None)) is None:
                 return False
@@ -181,6 +212,10 @@ class MemoryFields:
     def _remove(self, record_id: str) -> None:
         record = self._records.pop(record_id, None)
         self._size -= record.size if record else 0
+        if record is not None and (shared := self._shared(record)) is not None:
+            shared.refs -= 1
+            if not shared.refs:
+                self._remove(record.fields["shared"].decode())
         owner = owner_of(record_id)
         ids = self._lists.get(owner, {})
         if ids.pop(record_id, 0) is None and not ids:

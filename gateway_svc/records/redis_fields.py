@@ -2,35 +2,117 @@
 
 <namespace>:record:<id>   the fields of store.py, and
   run, lease, size        run that writes the record, end of its lease (ms, server's clock), bytes of all values
-  keep                    end of its pin (ms)
-<namespace>:pins:<owner>, <namespace>:sessions:<owner>
-                          sorted sets of record ids: by the end of the pin, and by the time when a session was listed
-<namespace>:pinning       sorted set of owners that have pins, by the end of the last one
+  keep                    end of its pin (ms); until then the record has no time to live, so volatile-lru keeps it
+  refs                    number of copies that share it
+<namespace>:pins:<owner>, <namespace>:pinned
+                          sorted sets of record ids by the end of the pin, of one owner and of all; without time to live
+<namespace>:sessions:<owner>
+                          sorted set of record ids by the time when a session was listed
+<namespace>:records:<owner>
+                          set of the record ids of an owner whose records are limited
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway_svc.records.store import LEASE_S, MAX_BYTES, MAX_LISTED, TTL_S, Lifetime, Update, owner_of
+from gateway_svc.records.store import (
+    LEASE_S,
+    MAX_BYTES,
+    MAX_LISTED,
+    NO_LIMITS,
+    TTL_S,
+    Lifetime,
+    RecordLimits,
+    Update,
+    owner_of,
+)
 from svc_common.errors import UnavailableError
 from svc_common.redis.connect import call_errors, connect
-from svc_common.redis.server import Availability, RedisServer
+from svc_common.redis.server import Availability, RedisServer, problem_of
 
 RETRY_S = 1.0
-OWN = (b"run", b"lease", b"size", b"keep")
+OWN = (b"run", b"lease", b"size", b"keep", b"refs")
 LIST_TTL_S = 604_800
+SHARED = b"shared"
 
+MAX_SWEPT = 64  # ended pins that one call looks at
+
+# `expire` renews a record and the one that it shares; `drop` deletes it, and that one with its last copy.
 NOW = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local function renew(key, ttl, keep)
+  keep = math.max(keep, tonumber(redis.call('HGET', key, 'keep')) or 0)
+  if keep > now then
+    redis.call('PERSIST', key)
+  else
+    redis.call('PEXPIRE', key, ttl)
+  end
+  return keep
+end
 local function expire(ttl)
-  local keep = (tonumber(redis.call('HGET', KEYS[1], 'keep')) or 0) - now
-  redis.call('PEXPIRE', KEYS[1], math.max(tonumber(ttl), keep))
+  local keep = renew(KEYS[1], ttl, 0)
+  local shared = redis.call('HGET', KEYS[1], 'shared')
+  if shared and redis.call('EXISTS', shared) == 1 then
+    redis.call('HSET', shared, 'keep', renew(shared, ttl, keep))
+  end
+end
+local function drop(key)
+  local shared = redis.call('HGET', key, 'shared')
+  if shared and redis.call('EXISTS', shared) == 1 and redis.call('HINCRBY', shared, 'refs', -1) <= 0 then
+    redis.call('DEL', shared)
+  end
+  return redis.call('DEL', key)
 end
 """
+# KEYS: record, pins of its owner, all pins, records of its owner. ARGV: id, request, run, key of the shared record or
+# empty, limits of bytes and of records (-1: none), prefix of keys. Returns 1, or 0 if a limit is reached or the
+# shared record has ended.
+CREATE = f"""{NOW}
+if ARGV[4] ~= '' and redis.call('EXISTS', ARGV[4]) == 0 then return 0 end
+if redis.call('HEXISTS', KEYS[1], 'refs') == 1 then return 1 end -- another gateway has just stored the same
+local most_bytes, most = tonumber(ARGV[5]), tonumber(ARGV[6])
+if most_bytes >= 0 or most >= 0 then
+  local bytes, number = #ARGV[2], 1
+  for _, id in ipairs(redis.call('SMEMBERS', KEYS[4])) do
+    local size = redis.call('HGET', ARGV[7] .. id, 'size')
+    if not size then
+      redis.call('SREM', KEYS[4], id)
+    elseif id ~= ARGV[1] then
+      bytes, number = bytes + size, number + 1
+    end
+  end
+  if (most_bytes >= 0 and bytes > most_bytes) or (most >= 0 and number > most) then return 0 end
+  redis.call('SADD', KEYS[4], ARGV[1])
+end
+drop(KEYS[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('ZREM', KEYS[3], ARGV[1])
+redis.call('HSET', KEYS[1], 'request', ARGV[2], 'run', ARGV[3], 'lease', 0, 'size', #ARGV[2])
+if ARGV[4] ~= '' then
+  redis.call('HSET', KEYS[1], 'shared', ARGV[4])
+  redis.call('HINCRBY', ARGV[4], 'refs', 1)
+end
+return 1"""
+# KEYS: record, pins of its owner, all pins. ARGV: id. Returns 0 if there is no record.
+DELETE = f"""{NOW}
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('ZREM', KEYS[3], ARGV[1])
+return drop(KEYS[1])"""
+# Gives records whose pin has ended a time to live. KEYS: all pins. ARGV: prefix of keys, time to live in ms.
+SWEEP = f"""{NOW}
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], 0, now, 'LIMIT', 0, {MAX_SWEPT})) do
+  redis.call('ZREM', KEYS[1], id)
+  local key = ARGV[1] .. id
+  for _, kept in ipairs({{key, redis.call('HGET', key, 'shared') or ''}}) do
+    if redis.call('EXISTS', kept) == 1 then renew(kept, ARGV[2], 0) end
+  end
+end
+return 0"""
 # ARGV: run, lease in ms (0 ends the lease), time to live in ms, limit of bytes, then pairs of field and value. Output
 # above the limit is not stored. Returns 0 if another run has claimed the record, or if it does not exist.
 WRITE = f"""{NOW}
@@ -39,7 +121,7 @@ local lease = tonumber(ARGV[2])
 redis.call('HSET', KEYS[1], 'lease', lease > 0 and now + lease or 0)
 local size = tonumber(redis.call('HGET', KEYS[1], 'size')) or 0
 for i = 5, #ARGV, 2 do
-  local total = size + #ARGV[i + 1]
+  local total = size + #ARGV[i + 1] - redis.call('HSTRLEN', KEYS[1], ARGV[i])
   if total <= tonumber(ARGV[4]) or string.sub(ARGV[i], 1, 2) == 'e:' then
     redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
     size = total
@@ -64,31 +146,20 @@ if redis.call('EXISTS', KEYS[1]) == 0 then return false end
 redis.call('HSETNX', KEYS[1], 'object', ARGV[1])
 expire(ARGV[2])
 return redis.call('HGET', KEYS[1], 'object')"""
-# KEYS: record, pins of its owner, owners with pins. ARGV: id, time of the pin in ms (0 ends it), time to live in ms,
-# limit of pins, owner. Returns 0 if the owner has as many other pins.
+# KEYS: record, pins of its owner, all pins. ARGV: id, time of the pin in ms (0 ends it), time to live in ms, limit of
+# pins. Returns 0 if the owner has as many other pins.
 PIN = f"""{NOW}
 if redis.call('EXISTS', KEYS[1]) == 0 then return 1 end
 redis.call('ZREMRANGEBYSCORE', KEYS[2], 0, now)
-redis.call('ZREMRANGEBYSCORE', KEYS[3], 0, now)
 local pin = tonumber(ARGV[2])
 local others = redis.call('ZCARD', KEYS[2]) - (redis.call('ZSCORE', KEYS[2], ARGV[1]) and 1 or 0)
-if pin == 0 then
-  redis.call('ZREM', KEYS[2], ARGV[1])
-elseif others >= tonumber(ARGV[4]) then
-  return 0
-else
-  redis.call('ZADD', KEYS[2], now + pin, ARGV[1])
-  redis.call('ZADD', KEYS[3], 'GT', now + pin, ARGV[5])
-  for _, ends in ipairs({{KEYS[2], KEYS[3]}}) do
-    redis.call('PEXPIRE', ends, math.max(pin, redis.call('PTTL', ends)))
-  end
+if pin > 0 and others >= tonumber(ARGV[4]) then return 0 end
+for _, pins in ipairs({{KEYS[2], KEYS[3]}}) do
+  if pin == 0 then redis.call('ZREM', pins, ARGV[1]) else redis.call('ZADD', pins, now + pin, ARGV[1]) end
 end
 redis.call('HSET', KEYS[1], 'keep', pin > 0 and now + pin or 0)
 expire(ARGV[3])
 return 1"""
-# KEYS: pins of an owner. Returns their number.
-NUM_PINNED = f"""{NOW}
-return redis.call('ZCOUNT', KEYS[1], now, '+inf')"""
 # KEYS: list of an owner. ARGV: id, another id, largest number of ids, time to live in ms.
 ENLIST = f"""{NOW}
 redis.call('ZREM', KEYS[1], ARGV[2])
@@ -115,7 +186,7 @@ class RedisFields:
         self._server = Availability("request records are kept")
         self._prefix = f"{namespace}:record:"
         self._pins, self._lists = f"{namespace}:pins:", f"{namespace}:sessions:"
-        self._owners = f"{namespace}:pinning"
+        self._pinned, self._records = f"{namespace}:pinned", f"{namespace}:records:"
         self._ttl_ms = int(ttl_s * 1000)
         self._timeout_s = timeout_s
         self._lease_ms = int(lease_s * 1000)
@@ -130,14 +201,20 @@ class RedisFields:
             return False
         return True
 
-    async def create(self, record_id: str, request: bytes, run: str) -> None:
-        key = self._key(record_id)
+    async def create(
+        self, record_id: str, request: bytes, run: str, *, shared_id: str = "", limits: RecordLimits = NO_LIMITS
+    ) -> bool:
+        key, shared = self._key(record_id), self._key(shared_id) if shared_id else ""
+        bounds = (-1 if limit is None else limit for limit in limits)
         pipeline = self._redis.pipeline(transaction=True)
-        pipeline.delete(key)
-        pipeline.zrem(self._pins + owner_of(record_id), record_id)
-        pipeline.hset(key, mapping={"request": request, "run": run, "lease": 0, "size": len(request)})
+        pipeline.eval(SWEEP, 1, self._pinned, self._prefix, self._ttl_ms)
+        keys = *self._pin_keys(record_id), self._records + owner_of(record_id)
+        pipeline.eval(CREATE, 4, *keys, record_id, request, run, shared, *bounds, self._prefix)
         pipeline.eval(CLAIM, 1, key, run, self._lease_ms, self._ttl_ms, 0)
-        await self._call(pipeline.execute())
+        return bool((await self._call(pipeline.execute()))[1])
+
+    def _pin_keys(self, record_id: str) -> tuple[str, str, str]:
+        return self._key(record_id), self._pins + owner_of(record_id), self._pinned
 
     async def claim(self, record_id: str, run: str, *, by_force: bool) -> bool:
         call = self._redis.eval(CLAIM, 1, self._key(record_id), run, self._lease_ms, self._ttl_ms, int(by_force))
@@ -159,10 +236,7 @@ class RedisFields:
         return found
 
     async def delete(self, record_id: str) -> bool:
-        pipeline = self._redis.pipeline(transaction=True)
-        pipeline.delete(self._key(record_id))
-        pipeline.zrem(self._pins + owner_of(record_id), record_id)
-        return bool((await self._call(pipeline.execute()))[0])
+        return bool(await self._call(self._redis.eval(DELETE, 3, *self._pin_keys(record_id), record_id)))
 
     async def load(self, record_id: str) -> tuple[Mapping[str, bytes], bool]:
         pipeline = self._redis.pipeline(transaction=True)
@@ -170,24 +244,22 @@ class RedisFields:
         pipeline.time()
         found, now = await self._call(pipeline.execute())
         has_run = int(found.get(b"lease", b"0")) > _ms(now)
+        if SHARED in found:
+            found[SHARED] = found[SHARED].removeprefix(self._prefix.encode())
         return {name.decode(): value for name, value in found.items() if name not in OWN}, has_run
 
     async def is_open(self, record_id: str) -> bool:
         return int(await self._call(self._redis.hget(self._key(record_id), "lease")) or b"0") > 0
 
     async def pin(self, record_id: str, ttl_s: float, limit: int) -> bool:
-        owner = owner_of(record_id)
-        keys = self._key(record_id), self._pins + owner, self._owners
-        call = self._redis.eval(PIN, 3, *keys, record_id, int(ttl_s * 1000), self._ttl_ms, limit, owner)
+        keys = self._pin_keys(record_id)
+        call = self._redis.eval(PIN, 3, *keys, record_id, int(ttl_s * 1000), self._ttl_ms, limit)
         return bool(await self._call(call))
 
     async def num_pinned(self) -> dict[str, int]:
-        owners = [owner.decode() for owner in await self._call(self._redis.zrange(self._owners, 0, -1))]
-        pipeline = self._redis.pipeline(transaction=False)
-        for owner in owners:
-            pipeline.eval(NUM_PINNED, 1, self._pins + owner)
-        counts = await self._call(pipeline.execute())
-        return {owner: count for owner, count in zip(owners, counts, strict=True) if count}
+        now = _ms(await self._call(self._redis.time()))
+        ids = await self._call(self._redis.zrangebyscore(self._pinned, now, "+inf"))
+        return Counter(owner_of(record_id.decode()) for record_id in ids)
 
     async def lifetimes(self, record_ids: Sequence[str]) -> list[Lifetime | None]:
         pipeline = self._redis.pipeline(transaction=False)
@@ -197,9 +269,16 @@ class RedisFields:
             pipeline.hget(self._key(record_id), "keep")
         now, *found = await self._call(pipeline.execute())
         return [
-            None if ttl_ms < 0 else Lifetime(ttl_ms / 1000, max(0, int(keep or b"0") - _ms(now)) / 1000)
+            self._lifetime(ttl_ms, int(keep or b"0") - _ms(now))
             for ttl_ms, keep in zip(found[::2], found[1::2], strict=True)
         ]
+
+    def _lifetime(self, ttl_ms: int, keep_ms: int) -> Lifetime | None:
+        """A pinned record has no time to live (-1) until its pin ends. -2: there is no record."""
+        kept_s = max(0, keep_ms) / 1000
+        if ttl_ms == -1:
+            return Lifetime(kept_s + self._ttl_ms / 1000, kept_s)
+        return None if ttl_ms < 0 else Lifetime(ttl_ms / 1000, kept_s)
 
     async def enlist(self, owner: str, record_id: str, instead_of: str) -> None:
         call = self._redis.eval(
@@ -221,7 +300,8 @@ class RedisFields:
         except call_errors() as error:
             self._server.went_down(error)
             raise UnavailableError(
-                "Redis, which keeps the records of requests, does not answer; retry later", retry_after_s=RETRY_S
+                f"Redis, which keeps the records of requests, {problem_of(error).partition(' (')[0]}; retry later",
+                retry_after_s=RETRY_S,
             ) from None
         self._server.came_up()
         return answer

@@ -3,7 +3,8 @@
 A *run* is one execution of the request. Only the run that claimed the record last can write output. Its lease expires
 if its gateway is killed. A record is deleted some time after its last write. Its fields:
 
-    request          RequestRecord
+    request          RequestRecord; of a copy, what differs from the shared record
+    shared           id of the record whose content and output a copy begins with
     object           the finished answer of an API, if that API stores one
     o:<i>:<offset>   output token ids of sample i from this position on, little-endian uint32
     e:<i>            SampleEnd
@@ -11,10 +12,11 @@ if its gateway is killed. A record is deleted some time after its last write. It
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -24,7 +26,7 @@ from quire.v1.inference_pb2 import GenerateRequest
 
 from gateway_svc.columns import u32_from_bytes, u32_to_bytes
 from gateway_svc.records.cipher import Cipher, NoCipher, UnreadableValueError
-from svc_common.errors import InvalidRequestError
+from svc_common.errors import InvalidRequestError, OverloadedError
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ LEASE_S = 3.0  # a run renews its lease every second
 TTL_S = 3600.0
 MAX_BYTES = 4 << 20
 OUTPUT, END = "o:", "e:"
+SHARED = "="  # begins the ids of shared records; no client can name one
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,21 @@ class Lifetime(NamedTuple):
     pinned_for_s: float
 
 
+class RecordLimits(NamedTuple):
+    """Limits of all records of one owner. None: no limit."""
+
+    record_bytes: int | None = None
+    max_records: int | None = None
+
+    def allow(self, num_bytes: int, number: int) -> bool:
+        """Whether records of this size and number are allowed."""
+        is_small = self.record_bytes is None or num_bytes <= self.record_bytes
+        return is_small and (self.max_records is None or number <= self.max_records)
+
+
+NO_LIMITS = RecordLimits()
+
+
 def owner_of(record_id: str) -> str:
     """The owner in the id of a record, OWNER/request_id; empty if callers are not identified."""
     return record_id.rpartition("/")[0]
@@ -100,8 +118,13 @@ class RecordFields(Protocol):
     async def answers(self) -> bool:
         """Whether the storage can be used now."""
 
-    async def create(self, record_id: str, request: bytes, run: str) -> None:
-        """Create or replace a record, and give its lease to this run."""
+    async def create(
+        self, record_id: str, request: bytes, run: str, *, shared_id: str = "", limits: RecordLimits = NO_LIMITS
+    ) -> bool:
+        """Create or replace a record, and give its lease to this run. False if its owner has reached a limit.
+
+        A record that others share lives as long as they do, and ends with the last one that is deleted.
+        """
 
     async def claim(self, record_id: str, run: str, *, by_force: bool) -> bool:
         """Give the lease to this run. False if another run has it or there is no record. `by_force`: end that lease."""
@@ -143,8 +166,15 @@ class RecordFields(Protocol):
 class RecordStore:
     """Reads and writes records. Methods raise UnavailableError if the storage does not answer."""
 
-    def __init__(self, fields: RecordFields, *, cipher: Cipher | None = None) -> None:
+    def __init__(
+        self,
+        fields: RecordFields,
+        *,
+        cipher: Cipher | None = None,
+        limits: Callable[[str], RecordLimits] = lambda owner: NO_LIMITS,
+    ) -> None:
         self._fields = fields
+        self._limits = limits
         self._cipher = cipher or NoCipher()
         self.answers, self.claim = fields.answers, fields.claim
         self.delete, self.close = fields.delete, fields.close
@@ -152,10 +182,10 @@ class RecordStore:
         self.num_pinned, self.lifetimes = fields.num_pinned, fields.lifetimes
         self.enlist, self.listed = fields.enlist, fields.listed
 
-    async def create(self, record_id: str, content: pb.RequestRecord, run: str) -> None:
+    async def create(self, record_id: str, content: pb.RequestRecord, run: str, *, shared_id: str = "") -> None:
         """Create or replace a record, and give its lease to this run.
 
-        Raises InvalidRequestError if it is too large.
+        Raises InvalidRequestError if it is too large, OverloadedError if its owner has too many.
         """
         value = self._seal(content.SerializeToString(), record_id, "request")
         if len(value) > self._fields.max_bytes:
@@ -164,16 +194,37 @@ class RecordStore:
                 "(--max-record-bytes): shorten the request, or do not ask for a record (resumable, store)",
                 field="resumable",
             )
-        await self._fields.create(record_id, value, run)
+        limits = self._limits(owner_of(record_id))
+        if not await self._fields.create(record_id, value, run, shared_id=shared_id, limits=limits):
+            raise OverloadedError(
+                f"the stored requests and sessions of this owner need more than its limits of --key-limits allow "
+                f"(record_bytes: {limits.record_bytes}, max_records: {limits.max_records}); delete some, or retry when "
+                "some have expired",
+                field="resumable",
+                retry_after_s=LEASE_S,
+            )
 
-    async def copy(self, record: StoredRecord, record_id: str, content: pb.RequestRecord) -> StoredRecord:
-        """A new record with this content and the output of another one."""
-        run = secrets.token_hex(8)
-        await self.create(record_id, content, run)
-        columns = {(i, 0): u32_to_bytes(output) for i, output in enumerate(record.outputs) if output}
+    async def share(self, record: StoredRecord) -> StoredRecord:
+        """The record with this content and output that copies share. Equal ones of an owner are stored once."""
+        outputs = [u32_to_bytes(output) for output in record.outputs]
         ends = {i: end.SerializeToString() for i, end in enumerate(record.ends) if end is not None}
-        await self.write([Update(record_id, run, columns, ends, releases=True)])
-        return replace(record, record_id=record_id, content=content, stored_object=b"", has_run=False)
+        parts = [record.content.SerializeToString(deterministic=True), *outputs, repr(ends).encode()]
+        digest = hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).hexdigest()
+        owner = owner_of(record.record_id)
+        shared_id, run = f"{owner}/{SHARED}{digest}" if owner else SHARED + digest, secrets.token_hex(8)
+        shared = replace(record, record_id=shared_id, stored_object=b"", has_run=False)
+        if not await self._fields.claim(shared_id, run, by_force=True):
+            await self.create(shared_id, record.content, run)
+        columns = {(i, 0): output for i, output in enumerate(outputs) if output}
+        await self.write([Update(shared_id, run, columns, ends, releases=True)])
+        return shared
+
+    async def copy(self, shared: StoredRecord, record_id: str, changes: pb.RequestRecord) -> StoredRecord:
+        """A new record with the content of a shared one and these changes. Its bytes are those of the changes."""
+        run = secrets.token_hex(8)
+        await self.create(record_id, changes, run, shared_id=shared.record_id)
+        await self.write([Update(record_id, run, releases=True)])
+        return replace(shared, record_id=record_id, content=_merged(shared.content, changes))
 
     async def write(self, updates: Sequence[Update]) -> list[bool]:
         """Store output and renew leases. False for a run that has lost its record."""
@@ -197,15 +248,28 @@ class RecordStore:
         found, has_run = await self._fields.load(record_id)
         if "request" not in found:
             return None
+        own = dict(found)
+        shared_id = own.pop("shared", b"").decode()
+        shared = (await self._fields.load(shared_id))[0] if shared_id else {}
+        if shared_id and not shared:
+            return None
         try:
-            return self._read(record_id, found, has_run)
+            values = self._opened(shared_id, shared)
+            return self._read(record_id, values, self._opened(record_id, own), has_run)
         except (UnreadableValueError, DecodeError, ValueError) as error:
             log.error("record %s cannot be read: %s", record_id, error)
             return None
 
-    def _read(self, record_id: str, found: Mapping[str, bytes], has_run: bool) -> StoredRecord:
-        values = {name: self._open(value, record_id, name) for name, value in found.items()}
-        content = pb.RequestRecord.FromString(values["request"])
+    def _opened(self, record_id: str, found: Mapping[str, bytes]) -> dict[str, bytes]:
+        return {name: self._open(value, record_id, name) for name, value in found.items()}
+
+    def _read(
+        self, record_id: str, shared: Mapping[str, bytes], own: Mapping[str, bytes], has_run: bool
+    ) -> StoredRecord:
+        values = {**shared, **own}
+        content = _merged(
+            pb.RequestRecord.FromString(shared.get("request", b"")), pb.RequestRecord.FromString(own["request"])
+        )
         num_samples = max(1, content.request.sampling.n)
         columns: list[dict[int, bytes]] = [{} for _ in range(num_samples)]
         for name, value in values.items():
@@ -230,6 +294,13 @@ class RecordStore:
 
     def _open(self, value: bytes, record_id: str, name: str) -> bytes:
         return self._cipher.open(value, f"{record_id} {name}".encode())
+
+
+def _merged(content: pb.RequestRecord, changes: pb.RequestRecord) -> pb.RequestRecord:
+    merged = pb.RequestRecord()
+    merged.CopyFrom(content)
+    merged.MergeFrom(changes)
+    return merged
 
 
 def _joined(columns: Mapping[int, bytes]) -> array[int]:

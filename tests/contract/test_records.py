@@ -20,7 +20,7 @@ from gateway_svc.records import memory_fields, redis_fields
 from gateway_svc.records.cipher import Cipher, RecordKeyError, UnreadableValueError, make_cipher
 from gateway_svc.records.memory_fields import MemoryFields
 from gateway_svc.records.redis_fields import RedisFields
-from gateway_svc.records.store import RecordStore, Update
+from gateway_svc.records.store import RecordLimits, RecordStore, Update
 from svc_common.errors import InvalidRequestError, OverloadedError, UnavailableError
 from svc_common.security import reread
 from tests.processes.redis_server import RedisServer
@@ -330,21 +330,103 @@ async def test_a_pin_outlives_the_time_to_live_also_after_later_writes(make_stor
     assert await store.num_pinned() == {"other": 1}, "a record that takes the place of a pinned one is not pinned"
 
 
-async def test_a_copy_has_the_output_and_the_ends_but_no_run(make_store: MakeStore) -> None:
+async def test_copies_share_content_and_output_until_the_last_is_deleted(make_store: MakeStore) -> None:
     store = make_store()
     await store.create("a", CONTENT, "run")
     await store.write([Update("a", "run", {(0, 0): column(1, 2), (1, 0): column(3)}, {0: end(2)})])
     record = await store.load("a")
     assert record is not None
-    content = pb.RequestRecord(request=REQUEST, origin_id="a")
-    copied = await store.copy(record, "b", content)
+    changes = pb.RequestRecord(request=inference_pb2.GenerateRequest(request_id="b"), origin_id="a")
+    shared = await store.share(record)
+    copied = await store.copy(shared, "b", changes)
     copy = await store.load("b")
     assert copy is not None
     assert copied == copy
     assert [await store.is_open(name) for name in ("a", "b", "c")] == [True, False, False]
+    content = pb.RequestRecord()
+    content.CopyFrom(CONTENT)
+    content.MergeFrom(changes)
     assert (copy.outputs, copy.ends, copy.content, copy.has_run) == (record.outputs, record.ends, content, False)
+    await store.copy(await store.share(record), "c", changes)
     await store.delete("a")
-    assert await outputs(store, "b") == [[1, 2], [3]]
+    await store.delete("b")
+    assert await store.claim("c", "more", by_force=True)
+    await store.write([Update("c", "more", {(1, 1): column(4)}, {1: end(2)}, releases=True)])
+    assert await outputs(store, "c") == [[1, 2], [3, 4]], "its own output follows that of the shared record"
+    await store.delete("c")
+    assert await store.load(shared.record_id) is None
+    with pytest.raises(OverloadedError):
+        await store.copy(shared, "d", changes)
+
+
+async def test_a_shared_record_lives_and_is_pinned_as_long_as_its_copies(make_store: MakeStore) -> None:
+    store = make_store(ttl_s=1.0)
+    await store.create("mine/a", CONTENT, "run")
+    record = await store.load("mine/a")
+    assert record is not None
+    shared = await store.share(record)
+    await store.copy(shared, "mine/b", pb.RequestRecord())
+    assert await store.pin("mine/b", 100.0, 9)
+    async with asyncio.timeout(TIMEOUT_S):
+        while await store.load("mine/a") is not None:  # noqa: ASYNC110  (it expires without an event)
+            await asyncio.sleep(0.05)
+    copy = await store.load("mine/b")
+    assert copy is not None
+    assert copy.content.prompt_token_ids == CONTENT.prompt_token_ids
+
+
+async def test_records_of_one_owner_are_bounded_in_bytes_and_number(redis_server: RedisServer) -> None:
+    redis_server.flush()
+    limits = {"bytes": RecordLimits(record_bytes=2000), "number": RecordLimits(max_records=2)}
+    content = pb.RequestRecord(notes=bytes(600))
+    for fields in (RedisFields(redis_server.url, timeout_s=TIMEOUT_S), MemoryFields(1 << 20)):
+        store = RecordStore(fields, limits=lambda owner: limits.get(owner, RecordLimits()))
+        for owner, allowed in (("bytes", 3), ("number", 2), ("free", 5)):
+            for i in range(allowed):
+                await store.create(f"{owner}/{i}", content, "run")
+            if owner == "free":
+                continue
+            with pytest.raises(OverloadedError, match=r"record_bytes: .*, max_records: .*; delete some"):
+                await store.create(f"{owner}/more", content, "run")
+            await store.create(f"{owner}/0", content, "again")  # replaces one
+            await store.delete(f"{owner}/0")
+            await store.create(f"{owner}/more", content, "run")
+        await store.close()
+
+
+async def test_many_copies_neither_fill_redis_nor_evict_pins(tmp_path: Path) -> None:
+    flags = ("--maxmemory", "24mb", "--maxmemory-policy", "volatile-lru")
+    with RedisServer(tmp_path, *flags) as server:
+        store = RecordStore(RedisFields(server.url, timeout_s=TIMEOUT_S, ttl_s=1000.0))
+        await store.create("alice/kept", CONTENT, "run")
+        assert await store.pin("alice/kept", 100.0, 9)
+        await store.create("mallory/a", pb.RequestRecord(request=REQUEST, notes=os.urandom(900_000)), "run")
+        record = await store.load("mallory/a")
+        assert record is not None
+        with server.client() as client:
+            before = client.info("memory")["used_memory"]
+            for call in range(12):
+                shared = await store.share(record)
+                for i in range(64):
+                    await store.copy(shared, f"mallory/{call}-{i}", pb.RequestRecord())
+            assert client.info("memory")["used_memory"] - before < 4 << 20
+            # A pin has no time to live, so it also outlives what fills the memory.
+            for i in range(40):
+                await store.create(f"mallory/full-{i}", pb.RequestRecord(notes=os.urandom(900_000)), "run")
+            assert client.info("stats")["evicted_keys"] > 0
+        assert await store.load("alice/kept") is not None
+        assert await store.num_pinned() == {"alice": 1}
+        await store.close()
+
+
+async def test_a_record_expires_again_when_its_pin_has_ended(make_redis_store: MakeStore) -> None:
+    store = make_redis_store(ttl_s=0.3)
+    await store.create("mine/a", CONTENT, "run")
+    assert await store.pin("mine/a", 0.2, 9)
+    async with asyncio.timeout(TIMEOUT_S):
+        while await store.load("mine/a") is not None:
+            await store.create("mine/next", CONTENT, "run")  # each new record looks for pins that have ended
+            await asyncio.sleep(0.05)
 
 
 async def test_the_list_of_an_owner_is_bounded_and_in_order(
