@@ -120,6 +120,27 @@ def _module(name: str) -> str:
     return name[:-3].replace("/", ".").removesuffix(".__init__").removeprefix("client.")
 
 
+def code_lines(text: str) -> list[str]:
+    """Lines without imports, docstrings, comments and blanks."""
+    lines = text.splitlines()
+    left_out = {row for row, line in enumerate(lines, 1) if not line.strip() or line.strip().startswith("#")}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        is_scope = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_scope and ast.get_docstring(node):
+            left_out.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return [line for row, line in enumerate(lines, 1) if row not in left_out]
+
+
+def measure_spine(root: Path, spine: dict[str, Any]) -> dict[str, int]:
+    """Lines of code of the spine, and those that name a feature."""
+    names = [name for group in spine["files"].values() for name in group]
+    code = [line for name in names for line in code_lines((root / name).read_text(encoding="utf-8"))]
+    words = re.compile(spine["words"], re.IGNORECASE)
+    return {"code": len(code), "named": sum(bool(words.search(line)) for line in code)}
+
+
 @dataclass
 class Tree:
     """The measured numbers that budget.toml limits."""
@@ -128,6 +149,7 @@ class Tree:
     tests: dict[str, Room]
     homeless: list[str]
     imports: Counter[str]
+    spine: dict[str, int]
 
     def whole(self) -> dict[str, int]:
         rooms = self.production.values()
@@ -143,6 +165,7 @@ def measure_tree(root: Path, budget: dict[str, Any]) -> Tree:
         {room: rooms[room] for room in budget["tests"]},
         homeless,
         feature_imports(root, production, budget["features"]),
+        measure_spine(root, budget["spine"]),
     )
 
 
@@ -161,6 +184,9 @@ def excesses(tree: Tree, budget: dict[str, Any]) -> Iterator[str]:
         limit = budget["whole"][kind] + allowance[kind]
         if count > limit:
             yield f"the whole tree: {count} {kind}, limit {limit}"
+    for kind, count in tree.spine.items():
+        if count > budget["spine"][kind]:
+            yield f"the spine: {count} lines of {kind}, limit {budget['spine'][kind]}; let the feature register a hook"
     for name, count in sorted(tree.imports.items()):
         limit = budget["imports"].get(name, 0)
         if count > limit and not any(fnmatch.fnmatch(name, p) for p in budget["registries"]):
@@ -192,9 +218,11 @@ def rewritten(text: str, tree: Tree, budget: dict[str, Any], *, raises: bool) ->
             old = tomllib.loads(f"row = {value}")["row"]
             values = ", ".join(f"{kind} = {new(limit, rows[name][kind])}" for kind, limit in old.items())
             line = f"{key} = {{ {values} }}"
+        elif name in tree.spine:
+            line = f"{key} = {new(int(value), tree.spine[name])}"
         elif name in budget["imports"]:
             line = f"{key} = {new(int(value), tree.imports[name])}"
-        if not line.endswith(" = 0"):
+        if not line.endswith(" = 0") or name in tree.spine:
             lines.append(line)
     return "\n".join(lines) + "\n"
 

@@ -7,15 +7,18 @@ A table is the text between `<!-- NAME -->` and `<!-- end -->`; the rest of the 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import math
 import re
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from budget import code_lines
 from gen_types import comment_lines, described, limits_of
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from quire.v1 import inference_pb2, session_pb2
@@ -251,6 +254,14 @@ def quantization_rows() -> Iterator[list[str]]:
         yield [f"`{method}`", *cells]
 
 
+def spine_rows(names: Sequence[str]) -> Iterator[list[str]]:
+    """One row per file of the spine: its lines of code, and the first sentence of its docstring."""
+    for name in names:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        head = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].replace("\n", " ").rstrip(".:")
+        yield [f"[{name}](../{name})", str(len(code_lines(text))), head.replace("|", r"\|")]
+
+
 def tool_format_rows() -> Iterator[list[str]]:
     """One row per format of tool calls."""
     for one in TOOL_FORMATS.values():
@@ -302,7 +313,18 @@ def pages() -> dict[Path, str]:
     head = ("`--tool-parser`", "models", "a call")
     tables["tool formats"] = table(head, tool_format_rows())
     tables["reasoning formats"] = table(("`--reasoning-parser`", "models", "reasoning"), reasoning_format_rows())
-    names = ("beam-search.md", "chat.md", "configuration.md", "http.md", "metrics.md", "models.md", "request-fields.md")
+    for group, files in tomllib.loads((ROOT / "budget.toml").read_text())["spine"]["files"].items():
+        tables[f"spine {group}"] = table(("file", "lines of code", "what it is"), spine_rows(files))
+    names = (
+        "beam-search.md",
+        "chat.md",
+        "configuration.md",
+        "http.md",
+        "metrics.md",
+        "models.md",
+        "request-fields.md",
+        "spine.md",
+    )
     paths = [ROOT / "docs" / name for name in names]
     return {path: _fill(path.read_text(encoding="utf-8"), tables) for path in paths}
 
