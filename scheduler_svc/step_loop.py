@@ -183,11 +183,11 @@ class StepLoop:
         """Report a worker's answer to its oldest step."""
         self._post(partial(self._apply_answer, link, output))
 
-    def worker_draining(self, link: WorkerLink) -> None:
-        """Stop placing sequences on a worker. Its sequences move when another worker can run them. The link is closed
-        when the worker has none left.
+    def worker_draining(self, link: WorkerLink, timeout_s: float = 0.0) -> None:
+        """Stop placing sequences on a worker. Its sequences move when another worker has room for them, or when half of
+        `timeout_s` (0: the default of workers) has passed. The link is closed when the worker has none left.
         """
-        self._post(partial(self._apply_draining, link))
+        self._post(partial(self._apply_draining, link, timeout_s))
 
     def worker_lost(self, link: WorkerLink, reason: str) -> None:
         """Remove a worker whose lease has ended. Its sequences keep their tokens and wait again."""
@@ -504,10 +504,10 @@ class StepLoop:
                 "worker %s: row %d failed in step %d: %s", link.worker_id, failure.row, output.step_id, failure.message
             )
 
-    def _apply_draining(self, link: WorkerLink) -> None:
+    def _apply_draining(self, link: WorkerLink, timeout_s: float) -> None:
         if self._workers.get(link.worker_id) is not link:
             return
-        self.core.drain_worker(link.worker_id)
+        self.core.drain_worker(link.worker_id, timeout_s)
         self._draining.add(link.worker_id)
 
     def _apply_adapters(self, link: WorkerLink, digests: frozenset[bytes]) -> None:

@@ -33,7 +33,7 @@ from scheduler_svc.core.features.block_moves import BlockMoves, BlockSearch
 from scheduler_svc.core.features.block_sources import LentBlocks
 from scheduler_svc.core.features.cache_groups import add_groups
 from scheduler_svc.core.features.loans import Loan, Loans, WantedPrefix
-from scheduler_svc.core.features.roles import Roles
+from scheduler_svc.core.features.roles import Roles, room_left, room_of
 from scheduler_svc.core.features.snapshots import Snapshots
 from scheduler_svc.core.messages import (
     CachedBlock,
@@ -65,6 +65,8 @@ from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, Wor
 from step_protocol.columns import EMPTY, I64, U32
 from step_protocol.messages import RowError, RowErrorCode, StepBatch, StepOutput
 
+DRAIN_TIMEOUT_S = 60.0  # of workers, unless the caller of DrainWorker sets another
+DRAIN_PATIENCE = 0.5  # fraction of it for which rows stay on a draining worker while no other one has room
 MAX_POOLS = 32  # in one snapshot
 MAX_REFUSALS = 4  # per worker and step, because each check reads all rows of the worker
 
@@ -103,6 +105,8 @@ class Scheduler:
         self._roles = Roles(self._workers, self.moves)
         self.barrier = Barrier(self._workers, self._requests, self._placement, self.moves)
         self._now = 0.0  # of the newest `schedule` or `end_move`
+        self._draining: dict[str, float] = {}  # worker -> when its rows leave, even if no other worker has room
+        self._drained: list[Sequence] = []  # they have left a draining worker, and may still wait for a row
         self._expired: list[Finished] = []
         self._plans: dict[str, StepPlan] = {}  # the steps to which sequences were offered in the present pass
         self._admitted: list[tuple[WorkerState, QueueEntry, list[Sequence]]] = []  # with the forks that got no row
@@ -151,6 +155,7 @@ class Scheduler:
         self._turn_moves_on_or_off()
         del self._planners[worker_id]
         self._ready.pop(worker_id, None)
+        self._draining.pop(worker_id, None)
         self._changes_due.pop(worker_id, None)
         self._requests.update_schedulable()
         self._requests.requeue_all(worker, MigrationReason.LOST)
@@ -161,26 +166,42 @@ class Scheduler:
         self._placement.moves = self.moves if self.moves.is_on else None
         self._placement.roles = self._roles if self.moves.is_on and self._roles.is_on else None
 
-    def drain_worker(self, worker_id: str) -> None:
+    def drain_worker(self, worker_id: str, timeout_s: float = 0.0) -> None:
         """Stop admitting sequences on the worker. Each running sequence returns to the queue with its tokens as soon as
-        another worker could run it. Until then it runs on the draining worker.
+        another worker has room for it. After DRAIN_PATIENCE of `timeout_s` (0: the default of workers) it is enough
+        that another worker could run it. Until then it runs on the draining worker.
         """
         if worker_id in self._workers:
             self._workers[worker_id].is_draining = True
+            self._draining[worker_id] = self._now + DRAIN_PATIENCE * (timeout_s or DRAIN_TIMEOUT_S)
             self._placement.drain(self._workers[worker_id])
             self._requests.update_schedulable()
             self._move_drained_rows()
 
     def _move_drained_rows(self) -> None:
-        """Rows whose blocks can move go when these have arrived on another worker."""
-        workers = self._workers.values()
-        takers = [worker for worker in workers if not worker.is_draining]
-        for worker in workers:
-            for seq in worker.running() if worker.is_draining else ():
-                if seq.row is None or not any(taker.could_run(seq.group) for taker in takers):
-                    continue
-                if not self.moves.is_on or self.moves.leave(seq, worker, takers, self._now):
-                    self._requests.requeue(worker.preempt(seq.row), MigrationReason.DRAIN)
+        """Rows whose blocks can move go when these have arrived on another worker. While sequences that have left wait
+        for a row, no other follows before the drain is late.
+        """
+        self._drained = [seq for seq in self._drained if seq in self._waiting]
+        takers = [worker for worker in self._workers.values() if not worker.is_draining]
+        room = {} if self._drained else {taker: room_of(taker) for taker in takers}
+        for name, ends_at in self._draining.items():
+            worker, is_late = self._workers[name], ends_at <= self._now
+            for seq in worker.running() if is_late or room else ():
+                able = [taker for taker in takers if seq.row is not None and taker.could_run(seq.group)]
+                if not is_late:
+                    able = [taker for taker in able if self._roles.has_room(taker, seq, room[taker])]
+                if able and (not self.moves.is_on or self.moves.leave(seq, worker, able, self._now)):
+                    if not is_late:
+                        room[able[0]] = room_left(room[able[0]], seq, able[0])
+                    self._drained.append(seq)
+                    self._leave(worker, seq, MigrationReason.DRAIN)
+
+    def _leave(self, worker: WorkerState, seq: Sequence, reason: MigrationReason) -> None:
+        """Queue a running sequence again. No answer of its worker says that a row is free now."""
+        if seq.row is not None:
+            self._requests.requeue(worker.preempt(seq.row), reason)
+            self._mark_changed(worker)
 
     def end_move(self, move_id: int, num_moved: int, took_s: float, now: float) -> None:
         """A worker has fetched this many of the leading blocks of a move. `took_s`: the duration of the fetch."""
@@ -244,14 +265,12 @@ class Scheduler:
 
     def schedule(self, now: float) -> list[StepBatch]:
         """Returns all steps that can be sent now. Fills each worker's pipeline."""
-        if self._placement.moves is not None and self._now < self.moves.next_end_of_patience(self._now) <= now:
-            self._now = now
-            self._move_drained_rows()
         self._now = now
+        if self._draining and not self.barrier.is_closed:
+            self._move_drained_rows()
         if self._placement.roles is not None:
             for worker, seq in list(self._roles.hand_overs(now)):
-                if seq.row is not None:
-                    self._requests.requeue(worker.preempt(seq.row), MigrationReason.HANDOVER)
+                self._leave(worker, seq, MigrationReason.HANDOVER)
         while (late := self._waiting.pop_expired(now)) is not None:
             message = "the deadline passed while the request was waiting"
             self._expired += self._requests.abort(late.group.request_id, FinishReason.ABORTED, message)
@@ -353,11 +372,13 @@ class Scheduler:
                 return False
         if plan.budget < 1 or (features.num_bytes and not plan.has_room_for(features.num_bytes)):
             return False
-        found = worker.try_admit(entry, self.config.watermark, self._throughput.mean_output)
+        num_kept = worker.num_kept_rows(entry.seq, has_others=self._share.has_others)
+        found = worker.try_admit(entry, self.config.watermark, self._throughput.mean_output, num_kept)
         if isinstance(found, Refusal):
             worker.note_refusal(entry, found)
             plan.num_refused += 1
-            return plan.num_refused < MAX_REFUSALS and not entry.is_starved(now, self.config.aging_s)
+            is_starved = not found.of_tenant and entry.is_starved(now, self.config.aging_s)
+            return plan.num_refused < MAX_REFUSALS and not is_starved
         if plan.budget < features.num_head_tokens and not len(found.hits):
             return False  # one step must hold all of them; the sequence is the first to get tokens of the next one
         late = entry.seq.forks[found.num_forks :]

@@ -290,6 +290,7 @@ class Refusal:
     num_excess: int = 1  # number of blocks that the projected peak had too many
     num_tokens: int = sys.maxsize  # it also holds for sequences that need as many tokens (`num_needed_tokens`) or more
     priority: int = 0  # and are no more urgent
+    of_tenant: bool = False  # the free rows are kept for other tenants, so the sequence reserves no worker
 
     def covers(self, entry: QueueEntry) -> bool:
         """Whether it holds for this sequence too."""

@@ -51,6 +51,11 @@ class FairShare:
         """The slot of a tenant; None if the tenant is unknown."""
         return self._slots.get(tenant_id)
 
+    @property
+    def has_others(self) -> bool:
+        """Whether more than one tenant is known."""
+        return len(self._names) > 1
+
     def join(self, tenant_id: str) -> int:
         """Count a new request of this tenant. Returns the tenant's slot."""
         slot = self._slots.get(tenant_id)

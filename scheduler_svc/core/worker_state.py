@@ -260,6 +260,7 @@ class WorkerPart:
 
 
 P = TypeVar("P", bound=WorkerPart)
+KEPT_ROWS = 16  # one row of so many is kept for tenants without a row
 PROMPT_KEEP = 0.9  # weight of each step with prompts relative to the next one, in the mean time of a prompt token
 
 
@@ -521,13 +522,39 @@ class WorkerState:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def try_admit(self, entry: QueueEntry, watermark: float, mean_output: float) -> Admission | Refusal:
-        """Rows and blocks for a waiting sequence with as many forks as there are free rows, else for the sequence
-        alone, else a refusal. For a gang: rows and blocks for all its sequences, else a refusal.
+    def num_kept_rows(self, seq: Sequence, *, has_others: bool) -> int:
+        """Number of free rows that are kept for tenants without a row, and that this sequence does not get: its request
+        has several samples, or its tenant has half of all rows and is not the only one (`has_others`). None are kept
+        from a gang that could not run beside them, and from a sequence for which rows could be preempted.
         """
-        seq = entry.seq
-        num_forks = min(len(seq.forks), self.num_free_rows - 1)
-        if num_forks < num_forks_needed(seq):  # -1: no row is free
+        rows, most, tenant = self.rows, self.capacity.max_num_seqs, seq.group.tenant_slot
+        num_kept = min(most // KEPT_ROWS, most - 1 - num_forks_needed(seq))
+        if num_kept < 1 or self.num_free_rows - len(seq.forks) > num_kept:
+            return 0
+        active = rows.active()
+        num_own = int(np.count_nonzero(rows.tenant[active] == tenant))
+        is_large = seq.group.num_sequences > 1 or (has_others and 2 * num_own >= most)
+        return num_kept if is_large and not (rows.priority[active] > seq.group.priority).any() else 0
+
+    def has_row_of(self, tenant_slot: int) -> bool:
+        """Whether a tenant has a row."""
+        return bool((self.rows.tenant[self.rows.active()] == tenant_slot).any())
+
+    def try_admit(
+        self, entry: QueueEntry, watermark: float, mean_output: float, num_kept_rows: int = 0
+    ) -> Admission | Refusal:
+        """Rows and blocks for a waiting sequence with as many forks as there are free rows, else for the sequence
+        alone, else a refusal. For a gang: rows and blocks for all its sequences, else a refusal. `num_kept_rows`: free
+        rows that only the first row of a tenant may take.
+        """
+        seq, num_free = entry.seq, self.num_free_rows
+        num_needed = num_forks_needed(seq)
+        if num_kept_rows and num_needed < num_free <= num_kept_rows + num_needed:
+            if self.has_row_of(seq.group.tenant_slot):
+                return self.refuse(of_tenant=True)
+            num_kept_rows = num_free - 1 - num_needed
+        num_forks = min(len(seq.forks), num_free - num_kept_rows - 1)
+        if num_forks < num_needed:  # -1: no row is free
             return self.refuse()
         hits = self.find_hits(seq, seq.data.token_ids(), entry.max_cached)
         if self.num_missing(entry.num_tokens, hits) > self.pool.num_free:
@@ -579,17 +606,17 @@ class WorkerState:
         num_steps = steps_to_retry(num_excess, num_growing, self.capacity.block_size)
         return Refusal(self.room_version, self._num_answered + num_steps, can_preempt=False, num_excess=num_excess)
 
-    def refuse(self, *, can_preempt: bool = True) -> Refusal:
+    def refuse(self, *, can_preempt: bool = True, of_tenant: bool = False) -> Refusal:
         """Returns a refusal that holds until rows or blocks become free."""
-        return Refusal(self.room_version, NEVER, can_preempt)
+        return Refusal(self.room_version, NEVER, can_preempt, of_tenant=of_tenant)
 
     def note_refusal(self, entry: QueueEntry, refusal: Refusal) -> None:
         """The sequence has been checked and refused. Sequences that need as many blocks, or fewer by less than it had
         too many, are refused without a check.
         """
         entry.refusals[self.capacity.worker_id] = refusal
-        if num_forks_needed(entry.seq):
-            return  # it may be short of rows
+        if num_forks_needed(entry.seq) or refusal.of_tenant:
+            return  # it may be short of rows that others could take
         bs, known = self.capacity.block_size, self.smallest_refused
         num_tokens = max(0, entry.num_needed_tokens // bs + 1 - refusal.num_excess) * bs
         if known is None or not self.holds(known) or num_tokens < known.num_tokens:

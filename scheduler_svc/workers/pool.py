@@ -289,7 +289,7 @@ class WorkerPool:
                 f"timeout_s is {timeout_s:g}; must be from 0 to {MAX_RELEASE_S:g}", field="timeout_s"
             )
         num_rows = self._step_loop.num_rows(worker_id)
-        self._step_loop.worker_draining(link)
+        self._step_loop.worker_draining(link, timeout_s)
         draining = asyncio.create_task(self._dialer.drain(worker.address, worker_id, timeout_s))
         self._releases.add(draining)
         draining.add_done_callback(self._released)

@@ -266,7 +266,8 @@ class Placement:
                 num_skipped += 1  # later sequences take no place from it
             else:
                 num_passed += 1
-            if not choice.has_room and not choice.is_held and entry.is_starved(now, self._config.aging_s):
+            is_waiting = not choice.has_room and not choice.is_held and entry.is_starved(now, self._config.aging_s)
+            if is_waiting and not any(refusal.of_tenant for _, refusal in self._refusals(entry)):
                 self._serve_starved(entry, choice)
             self._is_cut = num_passed > self._config.max_bypass or num_skipped > MAX_SKIPPED
             if self._is_cut or not self._accepts:

@@ -417,10 +417,11 @@ class BlockMoves:
         del self._leaving[seq]
         return True
 
-    def num_leaving_to(self, worker: WorkerState) -> int:
-        """Number of running sequences whose blocks have gone ahead to this worker."""
+    def num_leaving_to(self, worker: WorkerState, besides: Sequence) -> int:
+        """Number of other running sequences whose blocks have gone ahead to this worker."""
         self._note_left()
-        return sum(move.worker_id == worker.capacity.worker_id for move in self._leaving.values())
+        name = worker.capacity.worker_id
+        return sum(move.worker_id == name and seq is not besides for seq, move in self._leaving.items())
 
     def _note_left(self) -> None:
         """Sequences that have ended, or run elsewhere, do not leave any more."""

@@ -97,6 +97,21 @@ def test_a_stream_that_ends_before_it_leaves_blocks_no_other_one() -> None:
     assert running(scheduler)["d"] == ["b"]
 
 
+def test_a_row_that_leaves_makes_room_in_the_same_turn() -> None:
+    """Between two answers of its worker nothing else says that its row is free."""
+    roles = WorkerRole.PREFILL, WorkerRole.DECODE
+    scheduler = make_scheduler(worker("p", roles[0], max_num_seqs=1), worker("d", roles[1], max_num_seqs=2))
+    stream(scheduler, PROMPT, "busy")
+    run(scheduler, 8)
+    stream(scheduler, [7, *PROMPT], "a")
+    while not (moves := scheduler.moves.take_moves()):
+        run_step(scheduler)
+    scheduler.end_move(moves[0].move_id, len(moves[0].digests), 0.01, scheduler._now)
+    stream(scheduler, [8, *PROMPT], "b")
+    scheduler.schedule(scheduler._now)
+    assert running(scheduler) == {"p": ["b"], "d": ["busy", "a"]}
+
+
 @pytest.mark.parametrize("gone", ["p", "d"])
 def test_the_other_worker_does_everything_if_one_is_lost(gone: str) -> None:
     scheduler = pair()

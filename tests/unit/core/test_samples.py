@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from scheduler_svc.core.messages import Finished
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
+from step_protocol.messages import StepBatch
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.invariants import check_scheduler
 from tests.unit.core.test_scheduler import answer
@@ -83,3 +86,30 @@ def test_a_request_can_end_while_some_samples_wait() -> None:
     assert len(scheduler.abort_group("group", FinishReason.ABORTED).finished) == 4
     check_scheduler(scheduler)
     assert scheduler.load().num_waiting == 0
+
+
+@pytest.mark.parametrize("shape", [(4, 64, 1000), (16, 20, 300), (128, 1, 1000)], ids=lambda shape: f"{shape}")
+def test_samples_of_one_tenant_leave_rows_for_the_first_requests_of_others(shape: tuple[int, int, int]) -> None:
+    """128 rows and steps of 20 ms: every other tenant has its first token within a second."""
+    num_requests, n, max_tokens = shape
+    sizes = {"num_blocks": 40000, "max_num_seqs": 128, "max_num_batched_tokens": 2048, "max_model_len": 4096}
+    scheduler = make_scheduler(make_capacity(pipeline_depth=2, **sizes))
+    scheduler.add_group(make_group(20, "before", max_tokens=4, tenant_id="t0"), 0.0)
+    for i in range(num_requests):
+        scheduler.add_group(make_group([i, *range(20)], f"big{i}", n=n, max_tokens=max_tokens, tenant_id="big"), 0.0)
+    firsts: dict[str, float] = {}
+    in_flight: list[StepBatch] = []
+    for step in range(400):
+        now = 0.02 * step
+        if step >= 200 and step % 10 == 0 and step < 240:
+            name = f"t{step}"
+            scheduler.add_group(make_group([step, *range(30)], name, max_tokens=50, tenant_id=name), now)
+        in_flight += scheduler.schedule(now)
+        batch = in_flight.pop(0)
+        scheduler.update(answer(batch), now)
+        for group in scheduler._requests.groups.values():
+            if any(seq.row is not None for seq in group.sequences):
+                firsts.setdefault(group.request_id, now - group.arrival)
+    others = {name: took for name, took in firsts.items() if name.startswith("t")}
+    assert len(others) == 4
+    assert max(others.values()) < 1.0

@@ -395,6 +395,35 @@ def test_a_request_that_waits_past_its_deadline_is_never_computed() -> None:
     check_scheduler(scheduler)
 
 
+def drain_of_a_full_fleet(steps: int, step_s: float) -> tuple[Scheduler, list[int]]:
+    """One of two full workers drains beside a waiting request. Returns how many rows it has after each step."""
+    scheduler = make(max_num_seqs=2)
+    scheduler.add_worker(capacity("v", max_num_seqs=2))
+    for i in range(5):
+        scheduler.add_group(group(f"r{i}", range(i * 10, i * 10 + 5), max_tokens=5 + 3 * i), 0.0)
+    found, batches = [], scheduler.schedule(0.0)
+    scheduler.drain_worker("w", timeout_s=10.0)
+    for step in range(steps):
+        for batch in batches:
+            scheduler.update(answer(batch), step * step_s)
+        batches = scheduler.schedule(step * step_s)
+        check_scheduler(scheduler)
+        found.append(scheduler.stats().workers[0].rows_used)
+    return scheduler, found
+
+
+def test_rows_stay_on_a_draining_worker_until_another_one_has_room() -> None:
+    scheduler, found = drain_of_a_full_fleet(30, 0.01)
+    assert found[:3] == [2, 2, 2]
+    assert found[-1] == 0
+    assert not scheduler.has_work
+
+
+def test_rows_leave_a_draining_worker_when_its_time_ends() -> None:
+    _, found = drain_of_a_full_fleet(3, 2.6)
+    assert found == [2, 2, 0]
+
+
 def test_a_row_of_a_drained_worker_stays_if_no_other_worker_could_hold_it() -> None:
     scheduler = make()
     scheduler.add_group(group("big", range(40), max_tokens=20), 0.0)
