@@ -372,7 +372,8 @@ class Scheduler:
                 return False
         if plan.budget < 1 or (features.num_bytes and not plan.has_room_for(features.num_bytes)):
             return False
-        num_kept = worker.num_kept_rows(entry.seq, has_others=self._share.has_others)
+        has_others = self._share.has_others
+        num_kept = worker.num_kept_rows(entry.seq, has_others) if has_others or entry.seq.group.n > 1 else 0
         found = worker.try_admit(entry, self.config.watermark, self._throughput.mean_output, num_kept)
         if isinstance(found, Refusal):
             worker.note_refusal(entry, found)

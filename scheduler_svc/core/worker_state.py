@@ -522,7 +522,7 @@ class WorkerState:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def num_kept_rows(self, seq: Sequence, *, has_others: bool) -> int:
+    def num_kept_rows(self, seq: Sequence, has_others: bool) -> int:
         """Number of free rows that are kept for tenants without a row, and that this sequence does not get: its request
         has several samples, or its tenant has half of all rows and is not the only one (`has_others`). None are kept
         from a gang that could not run beside them, and from a sequence for which rows could be preempted.
