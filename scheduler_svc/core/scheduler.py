@@ -33,7 +33,7 @@ from scheduler_svc.core.features.block_moves import BlockMoves, BlockSearch
 from scheduler_svc.core.features.block_sources import LentBlocks
 from scheduler_svc.core.features.cache_groups import add_groups
 from scheduler_svc.core.features.loans import Loan, Loans, WantedPrefix
-from scheduler_svc.core.features.roles import Roles, room_left, room_of
+from scheduler_svc.core.features.roles import Roles
 from scheduler_svc.core.features.snapshots import Snapshots
 from scheduler_svc.core.messages import (
     CachedBlock,
@@ -184,7 +184,7 @@ class Scheduler:
         """
         self._drained = [seq for seq in self._drained if seq in self._waiting]
         takers = [worker for worker in self._workers.values() if not worker.is_draining]
-        room = {} if self._drained else {taker: room_of(taker) for taker in takers}
+        room = {} if self._drained else {taker: self._roles.room_of(taker) for taker in takers}
         for name, ends_at in self._draining.items():
             worker, is_late = self._workers[name], ends_at <= self._now
             for seq in worker.running() if is_late or room else ():
@@ -193,7 +193,7 @@ class Scheduler:
                     able = [taker for taker in able if self._roles.has_room(taker, seq, room[taker])]
                 if able and (not self.moves.is_on or self.moves.leave(seq, worker, able, self._now)):
                     if not is_late:
-                        room[able[0]] = room_left(room[able[0]], seq, able[0])
+                        room[able[0]] = self._roles.room_left(room[able[0]], seq, able[0])
                     self._drained.append(seq)
                     self._leave(worker, seq, MigrationReason.DRAIN)
 

@@ -58,7 +58,7 @@ class Roles:
         for worker in [one for one in self._workers.values() if one.capacity.role is WorkerRole.PREFILL]:
             takers = self._takers(worker)
             for seq in self._past_prompt(worker) if takers else ():
-                able = [taker for taker in takers if self.has_room(taker, seq, room_of(taker))]
+                able = [taker for taker in takers if self.has_room(taker, seq, self.room_of(taker))]
                 if able and self._moves.leave(seq, worker, able, now):
                     yield worker, seq
 
@@ -78,19 +78,19 @@ class Roles:
 
     def has_room(self, taker: WorkerState, seq: Sequence, room: Room) -> bool:
         """Whether a worker with so much room can take a running sequence, besides those on their way to it."""
-        num_rows, num_blocks = room_left(room, seq, taker)
+        num_rows, num_blocks = self.room_left(room, seq, taker)
         is_free = num_rows >= self._moves.num_leaving_to(taker, besides=seq) and num_blocks >= 0
         return is_free and taker.could_run(seq.group)
 
+    @staticmethod
+    def room_of(taker: WorkerState) -> Room:
+        """What a worker has free now."""
+        return taker.num_free_rows, taker.pool.num_free
 
-def room_of(taker: WorkerState) -> Room:
-    """What a worker has free now."""
-    return taker.num_free_rows, taker.pool.num_free
-
-
-def room_left(room: Room, seq: Sequence, taker: WorkerState) -> Room:
-    """What is left when a running sequence, or its gang, has come; below 0: it has no room."""
-    together = seq.group.sequences if seq.group.features.is_gang else [seq]
-    num_rows = sum(1 + len(one.forks) for one in together if one.row is not None)
-    num_blocks = num_rows * (seq.data.num_tokens // taker.capacity.block_size + ROOM_BLOCKS)
-    return room[0] - num_rows, room[1] - num_blocks
+    @staticmethod
+    def room_left(room: Room, seq: Sequence, taker: WorkerState) -> Room:
+        """What is left when a running sequence, or its gang, has come; below 0: it has no room."""
+        together = seq.group.sequences if seq.group.features.is_gang else [seq]
+        num_rows = sum(1 + len(one.forks) for one in together if one.row is not None)
+        num_blocks = num_rows * (seq.data.num_tokens // taker.capacity.block_size + ROOM_BLOCKS)
+        return room[0] - num_rows, room[1] - num_blocks
