@@ -27,6 +27,7 @@ from worker_svc.kv_store.tier import OnChange, TierCounts
 log = logging.getLogger(__name__)
 
 LAYOUT_BYTES = 16
+FOLDER_MODE, FILE_MODE = 0o700, 0o600  # records are made of prompts
 RETRY_S = 10.0  # after a failed write, or without the lock
 
 
@@ -76,10 +77,10 @@ class DiskTier:
     def _lock(self) -> None:
         descriptor = None
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+            descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (self._folder / "tmp").mkdir(exist_ok=True)
+            (self._folder / "tmp").mkdir(FOLDER_MODE, exist_ok=True)
             for leftover in (self._folder / "tmp").iterdir():
                 leftover.unlink()
         except OSError as error:
@@ -196,10 +197,10 @@ class DiskTier:
     def _write(self, path: Path, record: Bytes) -> None:
         temporary, view = self._folder / "tmp" / path.name, record.data
         try:
-            with temporary.open("wb", buffering=0) as file:
+            with open(temporary, "wb", buffering=0, opener=_open_private) as file:
                 while len(view):
                     view = view[file.write(view) or 0 :]
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
             temporary.rename(path)
         except OSError:
             temporary.unlink(missing_ok=True)
@@ -237,3 +238,7 @@ class DiskTier:
         self._failed = reason
         advice = "; lower --kv-disk-size or free space" if is_full else ""
         log.warning("--kv-disk %s: %s; the tier %s%s", self._folder, reason, effect, advice)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, FILE_MODE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import random
 import shutil
 import threading
@@ -594,6 +595,19 @@ def test_a_read_only_folder_is_read(tier: Tier, tmp_path: Path, monkeypatch: pyt
     assert not after.disk.is_writer
     assert [after.is_right(block) for block in range(NUM_BLOCKS)] == [True] * NUM_BLOCKS
     after.store.close()
+
+
+def test_only_the_own_user_can_read_what_was_made_of_prompts(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        tier = Tier(tmp_path / "tier")
+        tier.write()
+    finally:
+        os.umask(before)
+    made = [tmp_path / "tier", *tier.files()]
+    assert len(made) == 1 + NUM_BLOCKS
+    assert [path for path in made if path.stat().st_mode & 0o077] == []
+    tier.store.close()
 
 
 def test_leftovers_of_a_killed_writer_are_removed(tier: Tier, tmp_path: Path) -> None:
