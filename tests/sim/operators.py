@@ -45,10 +45,10 @@ class Operators:
 
     # -- holds --------------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, kind: str = "") -> None:
         """An operator begins something."""
         choices = {"pause": self._pause, "sleep": self._sleep, "reset": self._reset, "update": self._update}
-        kind = self._rng.choice([*choices, "reset"])
+        kind = kind or self._rng.choice([*choices, "reset"])
         mode = self._rng.choice(list(HoldMode)) if kind == "pause" else HoldMode.KEEP
         if kind == "update" and self._rng.random() < 0.3:
             mode = HoldMode.FINISH
@@ -57,6 +57,13 @@ class Operators:
         self._actions[holder], self._modes[holder] = choices[kind], mode
         self._cluster.trace.append(("hold", holder, mode))
         self._cluster.scheduler.barrier.hold(Hold(holder, mode))
+
+    def interrupt(self) -> None:
+        """Pools lose their content before the blocks that are on their way arrive: no step is in flight any more."""
+        self.begin(self._rng.choice(("reset", "sleep")))
+        while busy := self._cluster.busy_workers():
+            self._cluster.answer(busy[0])
+        self._cluster.schedule()
 
     def end(self) -> None:
         """An operator ends a hold, perhaps before it is reached."""

@@ -344,6 +344,8 @@ class Simulation:
             return self._join
         if self.operators is not None and self._operator_rng.random() < 0.25:
             o = self.operators
+            if self.cluster.moves and self._operator_rng.random() < 0.3:
+                return o.interrupt
             return self._operator_rng.choice((o.begin, o.end, o.end, o.end, o.lend, o.end_loan))
         if rng.random() < s.arrival_rate and self._num_arrived < s.num_requests:
             return self._arrive

@@ -1117,6 +1117,16 @@ def block_of_a_group_freed_during_a_read(patch: Patch) -> None:
 # -- operators ---------------------------------------------------------------------------------------------------------
 
 
+@bug(
+    "blocks that were forgotten|no acknowledged step|from the snapshot",
+    has_moves=True,
+    has_operators=True,
+    first_seed=22,
+)
+def late_blocks_kept_after_a_reset(patch: Patch) -> None:
+    patch.setattr(BlockMoves, "cancel_all", lambda self: None)
+
+
 @bug("is reached before requests that had begun have ended", has_operators=True, first_seed=38)
 def finish_answered_when_another_hold_is_reached(patch: Patch) -> None:
     def take(original: Any, self: Barrier) -> list[Hold]:
