@@ -1,6 +1,8 @@
 """Finds the model folder of a worker, and checks it without torch.
 
 `python -m worker_svc.check_model DIR` checks config.json only. `quire up` runs it before the weights are downloaded.
+`python -m worker_svc.check_model --model DIR [FLAGS]` checks the flags of a worker and the whole folder. `quire up`
+runs it before it starts a service.
 """
 
 from __future__ import annotations
@@ -11,14 +13,39 @@ import sys
 from pathlib import Path
 
 from hub_models.find import HubError, find_model, parse_name
+from svc_common import config
+from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
 from worker_svc.engine.checkpoint.families import architecture_of
 from worker_svc.engine.checkpoint.field_types import check_types
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, check_weight_files, decoder_config, read_config
 from worker_svc.engine.checkpoint.quantization_config import QuantizationConfig, quantization_of
+from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.encoder.families import check_encoder, encoder_of
 from worker_svc.engine.encoder_decoder.config import is_encoder_decoder, parse_encoder_decoder
+from worker_svc.flags import check_memory, check_node_flags, check_transfer, engine_config, make_parser
 
+SETTING_ERRORS = (ValueError, HubError, ModelFolderError)
 log = logging.getLogger(__name__)
+
+
+def check_settings(args: argparse.Namespace) -> tuple[EngineConfig, Bundle]:
+    """The settings and the model folder of a worker. Raises one of SETTING_ERRORS for what is wrong without torch."""
+    check_node_flags(args)
+    check_memory(args)
+    check_transfer(args)
+    resolve_model(args)
+    settings, bundle = engine_config(args), read_bundle(args.model)
+    if args.executor == "model":
+        check_model(args.model)
+        _check_length(args)
+    return settings, bundle
+
+
+def _check_length(args: argparse.Namespace) -> None:
+    found = read_config(args.model)
+    limit = None if is_encoder_decoder(found) else decoder_config(found).get("max_position_embeddings")
+    if args.max_model_len and isinstance(limit, int) and args.max_model_len > limit:
+        raise ValueError(f"--max-model-len {args.max_model_len} is above the model's {limit}; use {limit} or less")
 
 
 def check_model(folder: Path) -> None:
@@ -29,17 +56,17 @@ def check_model(folder: Path) -> None:
 
 def check_config(folder: Path) -> QuantizationConfig | None:
     """Raises CheckpointError for an architecture, a quantization or a type of a field that is not supported."""
-    config = read_config(folder)
-    if is_encoder_decoder(config):
-        parse_encoder_decoder(config)
+    found = read_config(folder)
+    if is_encoder_decoder(found):
+        parse_encoder_decoder(found)
         return None
-    config = decoder_config(config)
-    if encoder_of(config) is not None:
-        check_encoder(config)
+    found = decoder_config(found)
+    if encoder_of(found) is not None:
+        check_encoder(found)
         return None
-    architecture = architecture_of(config)
-    check_types(config)
-    return quantization_of(config, architecture)
+    architecture = architecture_of(found)
+    check_types(found)
+    return quantization_of(found, architecture)
 
 
 def resolve_model(args: argparse.Namespace) -> None:
@@ -66,8 +93,11 @@ def _check_found(folder: Path) -> None:
 
 def main(argv: list[str]) -> int:
     try:
-        check_config(Path(argv[0]))
-    except CheckpointError as error:
+        if len(argv) == 1:
+            check_config(Path(argv[0]))
+        else:
+            check_settings(config.parse(make_parser(), argv))
+    except SETTING_ERRORS as error:
         print(error, file=sys.stderr)
         return 2
     return 0

@@ -17,7 +17,6 @@ from typing import NoReturn
 from quire.internal.v1 import worker_pb2_grpc
 from quire.v1 import types_pb2
 
-from hub_models.find import HubError
 from svc_common import config
 from svc_common.channels import reachable_address
 from svc_common.errors import UnavailableError
@@ -31,17 +30,10 @@ from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 from svc_common.tasks import cancel
 from worker_svc.adapters import WorkerAdapters
 from worker_svc.blocks import MovementSettings, WorkerBlocks
-from worker_svc.bundle import Bundle, ModelFolderError, read_bundle
-from worker_svc.check_model import check_model, resolve_model
+from worker_svc.bundle import Bundle
+from worker_svc.check_model import SETTING_ERRORS, check_settings
 from worker_svc.engine.config import EngineConfig, EngineInfo
-from worker_svc.flags import (
-    check_memory,
-    check_node_flags,
-    check_transfer,
-    engine_config,
-    make_parser,
-    scheduler_addresses,
-)
+from worker_svc.flags import make_parser, scheduler_addresses
 from worker_svc.lifecycle import DRAINING, Lifecycle
 from worker_svc.metrics import WorkerReader
 from worker_svc.node_links.leader_link import run_node
@@ -337,20 +329,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     set_thread_environment(args.threads)
     try:
         trust = make_trust(args, "worker")
-        check_node_flags(args)
-        check_memory(args)
-        check_transfer(args)
         check_reach(args, trust, *(address for address in (args.listen, args.node_listen) if address))
-        resolve_model(args)
-        settings, bundle = engine_config(args), read_bundle(args.model)
-        if args.executor == "model":
-            check_model(args.model)
+        settings, bundle = check_settings(args)
         if not bundle.has_tokenizer:
             log.warning("%s has no tokenizer.json: requests must use token ids, text is not served", args.model)
         if args.node_rank:
             sys.exit(run_node(args, settings, trust))
         sys.exit(run_service(_run(args, settings, bundle, trust)))
-    except (ValueError, HubError, ModelFolderError, BindError) as error:
+    except (*SETTING_ERRORS, BindError) as error:
         log.error("%s", error)
         sys.exit(EXIT_BAD_SETTING)
 

@@ -69,9 +69,10 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> P
     _check_device(args)
     args.redis = args.redis or os.environ.get("QUIRE_REDIS")
     _set_defaults_of_one_machine(args)
+    folder, args.model_name = resolve_model(args.model, args.model_name, say)
+    check_worker(folder, args)
     ports = _gateway_ports(args.host, args.port, args.gateways)
     http_ports = _http_ports(args, excluded=ports)
-    folder, args.model_name = resolve_model(args.model, args.model_name, say)
     why_cpu = _choose_backend(args, folder)
     others = free_ports(args.schedulers + args.workers, excluded=[*ports, *http_ports])
     schedulers = [f"127.0.0.1:{port}" for port in others[: args.schedulers]]
@@ -146,6 +147,11 @@ def resolve_model(model: str, name: str | None, say: Callable[[str], None]) -> t
 
         return Path(demo_model_dir()), name or "demo"
     folder = Path(model).expanduser().resolve()
+    if folder.is_file():
+        raise SetupError(
+            f"--model {model}: this is a file; give the folder of a Hugging Face model, with config.json and "
+            "safetensors weights. GGUF is not supported"
+        )
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise SetupError(f"--model {model}: the folder has no config.json; give a Hugging Face model folder")
@@ -161,12 +167,24 @@ def resolve_model(model: str, name: str | None, say: Callable[[str], None]) -> t
         raise SetupError(f"--model {model}: there is no such folder, and {error}") from None
 
 
+def check_worker(folder: Path, args: argparse.Namespace) -> None:
+    """Refuse the model and the workers' flags before a port is tried or a service is started. Raises SetupError."""
+    refusal = _refusal(flag_arguments([("model", folder), *flags_of("worker", args)]))
+    if refusal:
+        raise SetupError(refusal)
+
+
 def _check_architecture(folder: Path) -> None:
-    """Run the worker's command to check the architecture, because the client never imports a service."""
-    command = [sys.executable, "-P", "-m", "worker_svc.check_model", str(folder)]
+    refusal = _refusal([str(folder)])
+    if refusal:
+        raise HubError(f"its weights were not downloaded: {refusal}")
+
+
+def _refusal(arguments: Sequence[str]) -> str:
+    """The error of the worker's own check, empty if there is none. The client never imports a service."""
+    command = [sys.executable, "-P", "-m", "worker_svc.check_model", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise HubError(f"its weights were not downloaded: {done.stderr.strip()}")
+    return done.stderr.strip() if done.returncode else ""
 
 
 def _check_installed() -> None:

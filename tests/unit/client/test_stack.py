@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from quire_cli.stack import reporters, running
 from quire_cli.stack import supervisor as stack
 from quire_cli.stack.local_trust import LocalTrust
 from quire_cli.stack.supervisor import ServiceSpec, Stack, StartFailedError
+from quire_client.demo import demo_model_dir
 
 from gateway_svc.callers.api_keys import ApiKeys
 
@@ -198,7 +200,9 @@ def plan(*argv):
 
 
 @pytest.fixture
-def model(tmp_path):
+def model(tmp_path, monkeypatch):
+    """A folder without a model: plans are made as if a worker could serve it."""
+    monkeypatch.setattr(plans, "check_worker", lambda folder, args: None)
     folder = tmp_path / "Tiny-1"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -446,6 +450,33 @@ def test_plan_refuses_impossible_options(tmp_path, model):
         port = taken.getsockname()[1]
         with pytest.raises(plans.SetupError, match=f"port {port} is in use"):
             plan("--model", model, "--port", str(port))
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "message"),
+    [
+        (lambda folder: (folder / "config.json").write_text('{"architectures": ["NewForCausalLM"]}'), (), "NewForC"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf"), (), "only safetensors"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), (), "is damaged"),
+        (lambda folder: None, ("--kv-cache-memory", "9000G"), "--kv-cache-memory is 9000.0 GiB"),
+        (lambda folder: None, ("--max-model-len", "999999"), "--max-model-len 999999 is above the model's"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused_before_the_port_is_tried(tmp_path, change, flags, message):
+    folder = tmp_path / "model"
+    shutil.copytree(demo_model_dir(), folder)
+    change(folder)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(plans.SetupError, match=message):
+            plan("--model", str(folder), "--port", port, "--log-dir", str(tmp_path / "logs"), *flags)
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_weight_file_is_no_model_folder(tmp_path):
+    (tmp_path / "small.gguf").write_bytes(b"GGUF")
+    with pytest.raises(plans.SetupError, match=r"this is a file; give the folder of .* GGUF is not supported"):
+        plan("--model", str(tmp_path / "small.gguf"))
 
 
 def test_plan_refuses_gateways_with_tls(model, monkeypatch):
