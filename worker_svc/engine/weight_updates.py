@@ -39,8 +39,8 @@ class UpdatableWeights:
 
     def check_update(self, files: Sequence[Path]) -> list[TensorSum]:
         """The tensors of the last file. Raises CheckpointError unless they fit. Any thread may call it."""
-        Checkpoint(self._config.model_dir, files)
-        return tensor_sums(files[-1])
+        checkpoint = Checkpoint(self._config.model_dir, files)
+        return tensor_sums(files[-1], len(checkpoint.tensor_names))
 
     def stage(self, version: int, updates: Sequence[Path]) -> StagedWeights:
         """The weights of the folder with these updates, beside those in use. Another thread than that of steps may call

@@ -13,7 +13,7 @@ from request_fields.checks import default_sampling
 from request_fields.inputs import ImageShape
 from request_fields.sizes import SizeLimits
 from worker_svc.engine.adapters.config import CONFIG_FILE, WEIGHTS_FILE, AdapterError, read_adapter_config
-from worker_svc.engine.checkpoint.model_folder import CheckpointError, eos_token_ids, read_object
+from worker_svc.engine.checkpoint.model_folder import CheckpointError, eos_token_ids, open_regular, read_object
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
 
 DEFAULT_NUM_BLOCKS = 4096
@@ -88,7 +88,10 @@ def read_sim_adapter(folder: Path) -> SimAdapter:
     """An adapter whose digest follows from the files of its folder. Raises AdapterError."""
     read_adapter_config(folder)
     try:
-        content = (folder / WEIGHTS_FILE).read_bytes() + (folder / CONFIG_FILE).read_bytes()
+        with open_regular(folder / WEIGHTS_FILE) as file:
+            content = file.read() + (folder / CONFIG_FILE).read_bytes()
+    except CheckpointError as error:
+        raise AdapterError(str(error)) from None
     except OSError as error:
         raise AdapterError(f"cannot read {folder / WEIGHTS_FILE}: {error.strerror}; copy the adapter again") from None
     return SimAdapter(xxhash.xxh3_128_digest(content), len(content))

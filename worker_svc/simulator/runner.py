@@ -26,7 +26,7 @@ from step_protocol.messages import CarriedInput, RowErrorCode, RowOpen, StepBatc
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.backend import TopLogprobs
-from worker_svc.engine.checkpoint.model_folder import TensorSum, tensor_sums
+from worker_svc.engine.checkpoint.model_folder import TensorSum, open_regular, tensor_sums
 from worker_svc.engine.config import EngineConfig, StagedWeights
 from worker_svc.engine.decoder.block_payload import MovableBlocks
 from worker_svc.engine.row_part import RowPart
@@ -135,7 +135,11 @@ class SimRunner(StepRunner):
 
     def stage(self, version: int, updates: Sequence[Path]) -> StagedWeights:
         """Weights whose digest follows from the files."""
-        digest = xxhash.xxh3_128_hexdigest(b"".join(path.read_bytes() for path in updates)) if updates else ""
+        content = xxhash.xxh3_128()
+        for path in updates:
+            with open_regular(path) as file:
+                content.update(file.read())
+        digest = content.hexdigest() if updates else ""
         revision = f"{self.info.revision}-{digest}" if updates else ""
         info = replace(self.info, weight_version=version, weights_digest=digest, weights_revision=revision)
         return StagedWeights(info, frozenset(updates), int(digest[:16] or "0", 16))

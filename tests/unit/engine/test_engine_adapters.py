@@ -296,6 +296,10 @@ def test_refused_folders(tmp_path, qwen3):
     with pytest.raises(AdapterError, match=r"adapter_model.safetensors is damaged"):
         runner.adapters.load("bad", tmp_path / "nan")
     (tmp_path / "nan" / "adapter_model.safetensors").unlink()
+    (tmp_path / "nan" / "adapter_model.safetensors").symlink_to("/dev/zero")
+    with pytest.raises(AdapterError, match=r"adapter_model.safetensors is damaged \(it is not a regular file\)"):
+        runner.adapters.load("bad", tmp_path / "nan")
+    (tmp_path / "nan" / "adapter_model.safetensors").unlink()
     with pytest.raises(AdapterError, match=r"adapter_model.safetensors is missing; only adapters in safetensors"):
         runner.adapters.load("bad", tmp_path / "nan")
 

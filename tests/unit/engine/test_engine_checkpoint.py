@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from request_fields.fields import SamplingParams
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.models import make_model
 from worker_svc.engine.backend import BackendUnavailableError
-from worker_svc.engine.checkpoint.model_folder import BUNDLE_FILES, CheckpointError
+from worker_svc.engine.checkpoint.model_folder import BUNDLE_FILES, MAX_TENSORS, CheckpointError, tensor_sums
 from worker_svc.engine.checkpoint.tensors import Checkpoint, WeightsDigest
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.parse import parse_config
@@ -380,3 +382,56 @@ def test_gpt2_with_the_tensor_names_of_its_first_repository_is_loaded(tmp_path):
 
     change_tensors(folder, rename)
     assert load(folder).info.vocab_size
+
+
+def write_header(path: Path, entries: dict[str, object], data: bytes = b"") -> None:
+    header = json.dumps(entries).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+def entry(start: int, end: int) -> dict[str, object]:
+    return {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
+
+
+@pytest.fixture(params=["fifo", "device", "folder", "many tensors", "large header"])
+def no_weights(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A path that is no file of weights, and the words that refuse it."""
+    path = tmp_path / "update.safetensors"
+    if request.param == "fifo":
+        os.mkfifo(path)
+        writer = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # a reader that does not ask what it reads goes on
+        os.write(writer, bytes(64))
+        yield path, "not a regular file"
+        os.close(writer)
+        return
+    if request.param == "device":
+        path.symlink_to("/dev/zero")
+        yield path, "not a regular file"
+    elif request.param == "folder":
+        path.mkdir()
+        yield path, "not a regular file"
+    elif request.param == "many tensors":
+        write_header(path, {f"t{i}": entry(0, 0) for i in range(MAX_TENSORS + 1)})
+        yield path, f"has {MAX_TENSORS + 1} tensors|has a header of"
+    else:
+        write_header(path, {"__metadata__": {"a": "b" * (12 << 20)}, "t": entry(0, 1)}, b"x")
+        yield path, "has a header of"
+
+
+def test_what_is_no_file_of_weights_is_refused_before_the_library_reads_it(
+    folder: Path, no_weights: tuple[Path, str]
+) -> None:
+    path, words = no_weights
+    for read in (lambda: Checkpoint(folder, [path]), lambda: tensor_sums(path)):
+        with pytest.raises(CheckpointError, match=words):
+            read()
+
+
+def test_tensors_of_an_update_lie_side_by_side_in_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "update.safetensors"
+    write_header(path, {"b": entry(0, 2), "a": entry(2, 4)}, b"abcd")
+    assert [one.name for one in tensor_sums(path)] == ["a", "b"]
+    for wrong in (entry(1, 3), entry(3, 4), entry(2, 1 << 60), entry(2, 1)):
+        write_header(path, {"b": entry(0, 2), "a": wrong}, b"abcd")
+        with pytest.raises(CheckpointError, match="tensor a has bytes"):
+            tensor_sums(path)

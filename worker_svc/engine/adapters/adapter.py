@@ -16,6 +16,7 @@ from worker_svc.engine.adapters.config import WEIGHTS_FILE, AdapterError, read_a
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.adapters.targets import AdaptedModule, Module, find_targets
 from worker_svc.engine.checkpoint.architecture import Names
+from worker_svc.engine.checkpoint.model_folder import MAX_TENSORS, CheckpointError, open_regular, read_header
 from worker_svc.engine.config import EngineConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -87,11 +88,15 @@ def load_adapter(
 
 def _open(path: Path) -> Any:
     try:
+        with open_regular(path) as file:
+            read_header(file, path, MAX_TENSORS)
         return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise AdapterError(
             f"{path} is missing; only adapters in safetensors are read: save it with save_pretrained of PEFT"
         ) from None
+    except CheckpointError as error:
+        raise AdapterError(str(error)) from None
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{path} is damaged ({error}); copy it again") from None
 

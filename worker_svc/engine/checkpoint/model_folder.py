@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import xxhash
 
@@ -16,6 +18,9 @@ TOKENIZER = "tokenizer.json"
 _Choice = TypeVar("_Choice")
 LENGTH_BYTES = 8  # a safetensors file starts with the length of its JSON header, little endian
 MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
+MAX_TENSORS = 20_000  # in a file that is compared with no model
+MAX_METADATA_BYTES, MAX_ENTRY_BYTES = 1 << 20, 512  # bounds of a header, where tensors are counted
+CHUNK_BYTES = 1 << 20
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
 QUANTIZED_DTYPES = ("I8", "F8_E4M3")
 
@@ -178,17 +183,39 @@ def check_weight_files(folder: Path, *, is_quantized: bool) -> None:
             raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from error
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """A file to read. Raises CheckpointError for what may let its reader wait, such as a FIFO or a device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise CheckpointError(f"{path} is damaged (it is not a regular file); put a file there")
+
+
+def read_header(file: BinaryIO, path: Path, max_tensors: int | None = None) -> dict[str, Any]:
+    """The entries of the tensors; the file is read up to their data. Raises CheckpointError. `max_tensors` bounds the
+    time that other threads wait for the parser."""
+    size = os.fstat(file.fileno()).st_size
+    most = MAX_HEADER_BYTES if max_tensors is None else MAX_METADATA_BYTES + max_tensors * MAX_ENTRY_BYTES
+    length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path} is damaged (it has no safetensors header); download it again")
+    if LENGTH_BYTES + length > size:
+        raise CheckpointError(f"{path} is damaged (its header is truncated at {size} bytes); download it again")
+    if length > most:
+        raise CheckpointError(f"{path} has a header of {length} bytes; it may have {most}; write fewer tensors")
+    header = _header(path, file.read(length))
+    if max_tensors is not None and len(header) > max_tensors:
+        raise CheckpointError(f"{path} has {len(header)} tensors; it may have {max_tensors}; write fewer tensors")
+    return header
+
+
 def _check_file(path: Path, dtypes: tuple[str, ...]) -> None:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if length > MAX_HEADER_BYTES:
-            raise CheckpointError(f"{path} is damaged (it has no safetensors header); download it again")
-        if LENGTH_BYTES + length > size:
-            raise CheckpointError(f"{path} is damaged (its header is truncated at {size} bytes); download it again")
-        header = _header(path, file.read(length))
+    with open_regular(path) as file:
+        header = read_header(file, path)
+        size, start = os.fstat(file.fileno()).st_size, file.tell()
     ends = [entry["data_offsets"][1] for entry in header.values()]
-    expected = LENGTH_BYTES + length + max(ends, default=0)
+    expected = start + max(ends, default=0)
     if size != expected:
         problem = "truncated" if size < expected else "too long"
         raise CheckpointError(
@@ -202,24 +229,34 @@ def _check_file(path: Path, dtypes: tuple[str, ...]) -> None:
             )
 
 
-def tensor_sums(path: Path) -> list[TensorSum]:
+def tensor_sums(path: Path, max_tensors: int = MAX_TENSORS) -> list[TensorSum]:
     """The tensors of a safetensors file, by name. Raises CheckpointError."""
-    found = []
+    found, end = [], 0
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            if length > MAX_HEADER_BYTES:
-                raise CheckpointError(f"{path} is damaged (it has no safetensors header); write it again")
-            for name, entry in sorted(_header(path, file.read(length)).items()):
-                start, end = entry["data_offsets"]
-                file.seek(LENGTH_BYTES + length + start)
-                checksum = xxhash.xxh3_64_hexdigest(file.read(end - start))
-                found.append(TensorSum(name, entry["dtype"], tuple(entry["shape"]), checksum))
+        with open_regular(path) as file:
+            header, data = read_header(file, path, max_tensors), file.tell()
+            size = os.fstat(file.fileno()).st_size - data
+            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+                start, after = entry["data_offsets"]
+                if start != end or not start <= after <= size:
+                    raise ValueError(f"tensor {name} has bytes {start} to {after}; begin at {end}, end by {size}")
+                end = after
+                found.append(TensorSum(name, entry["dtype"], tuple(entry["shape"]), _checksum(file, data, start, end)))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; write it below --weights-dir of every worker") from error
+    except CheckpointError:
+        raise
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); write it again") from error
-    return found
+    return sorted(found, key=lambda one: one.name)
+
+
+def _checksum(file: BinaryIO, data: int, start: int, end: int) -> str:
+    digest = xxhash.xxh3_64()
+    file.seek(data + start)
+    for at in range(start, end, CHUNK_BYTES):
+        digest.update(file.read(min(CHUNK_BYTES, end - at)))
+    return digest.hexdigest()
 
 
 def _header(path: Path, data: bytes) -> dict[str, Any]:

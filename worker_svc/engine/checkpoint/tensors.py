@@ -17,7 +17,9 @@ from worker_svc.engine.checkpoint.model_folder import (
     WEIGHT_DTYPES,
     CheckpointError,
     decoder_config,
+    open_regular,
     read_config,
+    read_header,
     read_object,
     read_weight_map,
     tensor_name,
@@ -73,7 +75,7 @@ class Checkpoint:
 
     def _replace(self, path: Path) -> None:
         """Take the tensors of this file from now on. Raises CheckpointError naming the tensor that does not fit."""
-        file = _open(path)
+        file = _open(path, max_tensors=len(self._file_of))
         names = file.keys()
         if not names:
             raise CheckpointError(f"{path.name} has no tensors")
@@ -217,8 +219,13 @@ class Checkpoint:
                 raise CheckpointError(f"tensor {tensor} is not in {file}, although {INDEX_FILE} lists it there")
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path, *, max_tensors: int | None = None) -> Any:
+    """Opens a file. The library's own reader holds Python's lock for as long as the file makes it wait, so a limit of
+    tensors is checked before."""
     try:
+        if max_tensors is not None:
+            with open_regular(path) as file:
+                read_header(file, path, max_tensors)
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; download the model again") from error
