@@ -16,7 +16,7 @@ from gateway_svc.text.calls.gemma import GemmaCalls
 from gateway_svc.text.chat_output import ChatFormat, parse
 from gateway_svc.text.reasoning import GPT_OSS, THINK
 from gateway_svc.text.tool_formats import TOOL_FORMATS
-from gateway_svc.text.tool_grammar import CallRules, tool_grammar
+from gateway_svc.text.tool_grammar import MAX_CALLS, CallRules, tool_grammar
 from grammars.compiler import GrammarCompiler
 from grammars.schemas import GrammarError
 from request_fields.grammar import GrammarKind
@@ -226,6 +226,35 @@ def test_without_parallel_calls_there_is_one(name: str) -> None:
     case = Case(name, has_tokens=True, is_parallel=False)
     for text in valid(name, has_tokens=True):
         assert case.accepts(text) == (len(parse(case.format, text, tools=SCHEMAS)) == 1)
+
+
+@pytest.mark.parametrize("needs_call", [True, False])
+@pytest.mark.parametrize(
+    ("name", "has_tokens", "start", "call", "separator", "end"),
+    [
+        ("hermes", True, "", hermes("clock", "{}"), "\n", ""),
+        ("minimax_m2", True, "<minimax:tool_call>\n", '<invoke name="clock">\n</invoke>\n', "", "</minimax:tool_call>"),
+        ("gemma4", True, "", "<|tool_call>call:clock{}<tool_call|>", "", ""),
+        ("xlam", True, "[", '{"name": "clock", "arguments": {}}', ", ", "]"),
+        ("pythonic", True, "[", "clock()", ", ", "]"),
+        ("mistral", True, "", "[TOOL_CALLS]clock[ARGS]{}", "", ""),
+        ("mistral", False, "[TOOL_CALLS][", '{"name": "clock", "arguments": {}}', ", ", "]"),
+        (
+            "deepseek_v31",
+            True,
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+            "",
+            "<｜tool▁calls▁end｜>",
+        ),
+    ],
+)
+def test_calls_are_bounded(
+    needs_call: bool, name: str, has_tokens: bool, start: str, call: str, separator: str, end: str
+) -> None:
+    case = Case(name, has_tokens=has_tokens, needs_call=needs_call)
+    assert case.accepts(start + separator.join([call] * MAX_CALLS) + end)
+    assert not case.accepts(start + separator.join([call] * (MAX_CALLS + 1)) + end)
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
