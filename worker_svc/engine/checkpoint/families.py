@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from worker_svc.engine.checkpoint.architecture import (
@@ -1162,9 +1163,11 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
             "compute; use --backend cpu"
         )
     if found is None:
+        known = (*ARCHITECTURES, *ENCODER_DECODER_NAMES)
+        near = [close for name in names for close in get_close_matches(str(name), known)]
+        hint = f"the nearest are {', '.join(near)}; " if near else ""
         raise CheckpointError(
-            f"architectures: {', '.join(map(str, names)) or 'not set'} is not supported; "
-            f"use one of {', '.join((*ARCHITECTURES, *ENCODER_DECODER_NAMES))}"
+            f"architectures: {', '.join(map(str, names)) or 'not set'} is not supported; {hint}docs/models.md lists all"
         )
     return found
 
