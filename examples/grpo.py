@@ -81,7 +81,7 @@ def train(target: str, folder: Path, updates: int) -> None:
     policy = make_policy()
     optimizer = torch.optim.Adam([weight for weight in policy.parameters() if weight.requires_grad], lr=2e-3)
     with Client(target) as client:
-        prompts = [tuple(client.tokenize(text).ids) for text in PROMPTS]
+        prompts = [tuple(client.tokenize(text).token_ids) for text in PROMPTS]
         for update in range(updates):
             name = publish(client, policy, folder, update)
             results = [

@@ -160,7 +160,7 @@ class EmbedResult(Result):
 class TokenizeResult(Result):
     """Token ids of a prompt, and the model's limit for prompt + output."""
 
-    ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
     max_model_len: int
 
 

@@ -53,7 +53,7 @@ class SimRule:
         self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
 
     async def answers(self, request: Request) -> Answers:
-        prompt = request.prompt.get("token_ids") or (await self._client.tokenize(**request.prompt)).ids
+        prompt = request.prompt.get("token_ids") or (await self._client.tokenize(**request.prompt)).token_ids
         return tuple(self._answer(request, list(prompt), index) for index in range(request.num_samples))
 
     def _answer(self, request: Request, prompt: list[int], sample_index: int) -> Answer:

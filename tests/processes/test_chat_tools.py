@@ -150,7 +150,7 @@ async def test_an_answer_is_plain_text_without_parsing(client: AsyncClient) -> N
 async def test_a_conversation_goes_on_after_a_call(client: AsyncClient) -> None:
     first = await client.chat(QUESTION, tools=TOOLS, tool_choice="weather", **SAMPLED)
     messages = [*QUESTION, first.samples[0].as_message(), Message("tool", "sun", tool_call_id=first.tool_calls[0].id)]
-    ids = (await client.tokenize(messages=messages, tools=TOOLS)).ids
+    ids = (await client.tokenize(messages=messages, tools=TOOLS)).token_ids
     text = await client.detokenize(ids)
     assert f'"arguments": {json.dumps(json.loads(first.tool_calls[0].arguments), ensure_ascii=False)}' in text
     assert "<tool_response>sun</tool_response>" in text
@@ -212,7 +212,7 @@ async def test_tools_together_with_a_schema(http: openai.AsyncOpenAI, client: As
     """The answer is a call or matches the schema, over both HTTP APIs and gRPC."""
     options: dict[str, Any] = {"model": MODEL, "temperature": 0}
     tool = openai.pydantic_function_tool(Trip, name="trip")
-    less = [(await client.tokenize(text)).ids[0] for text in ("<", "<t", "<tool_call>")]
+    less = [(await client.tokenize(text)).token_ids[0] for text in ("<", "<t", "<tool_call>")]
     for biases in ({}, {"logit_bias": dict.fromkeys(map(str, less), -100)}):
         extra: dict[str, Any] = {"extra_body": biases}
         answer = await http.chat.completions.parse(

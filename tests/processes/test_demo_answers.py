@@ -87,7 +87,7 @@ async def test_the_next_turn_of_a_conversation_hits_its_own_prefix(client: Async
 
 async def test_any_text_survives_tokenize_and_detokenize(client: AsyncClient) -> None:
     for text in ("plain", "  spaces  ", "Grüße, 世界 🙂", "e\u0301 \u200b\u00a0", "<|im_end|>", "a\tb\r\n\0c"):
-        ids = (await client.tokenize(text)).ids
+        ids = (await client.tokenize(text)).token_ids
         assert await client.detokenize(ids) == text
         result = await client.generate(text, max_tokens=3, ignore_eos=True)
         assert result.usage.prompt_tokens == len(ids)

@@ -220,7 +220,7 @@ async def test_limits_bytes_and_stop_strings(stack: Stack, tmp_path: Path) -> No
                 await client.generate("the fox", max_tokens=1, **{option: 8})
         result = await client.generate("the quick fox", max_tokens=9, seed=1, logprobs=7, prompt_logprobs=7)
         sample = result.samples[0]
-        ids = (await client.tokenize("the quick fox")).ids
+        ids = (await client.tokenize("the quick fox")).token_ids
         assert b"".join(entry.token for entry in result.prompt_logprobs[1:] if entry).decode() == await text_of(
             client, ids[1:]
         )

@@ -140,7 +140,7 @@ async def words_of(client: AsyncClient, output: list[int]) -> tuple[list[str], l
             text = await client.detokenize(output[start : start + size])
             if not text.strip() or "\ufffd" in text:
                 continue
-            variants = [list((await client.tokenize(prefix + text.lstrip(" "))).ids) for prefix in ("", " ")]
+            variants = [list((await client.tokenize(prefix + text.lstrip(" "))).token_ids) for prefix in ("", " ")]
             if output[start : start + size] in variants:
                 words.append(text)
                 ids += variants

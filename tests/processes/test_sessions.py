@@ -221,8 +221,8 @@ async def test_grammars_penalties_and_adapters_of_a_session_stay(tmp_path: Path)
                         assert outputs(again) == whole
                         assert [s.text for s in again.samples] == [s.text for s in result.samples]
                 turn = await client.session("r").generate(" and", max_tokens=5, request_id="")
-                ids = list((await client.tokenize("What does")).ids) + whole[0]
-                ids += (await client.tokenize(" and", add_special_tokens=False)).ids
+                ids = list((await client.tokenize("What does")).token_ids) + whole[0]
+                ids += (await client.tokenize(" and", add_special_tokens=False)).token_ids
                 same = kept | {"max_tokens": 5, "n": 1, "request_id": "", "min_tokens": 0}
                 assert outputs(turn) == outputs(await client.generate(token_ids=ids, **same))
                 other = await client.session("r").generate(" and", max_tokens=5, adapter="one", request_id="")

@@ -237,7 +237,7 @@ async def test_text_before_the_speech_equals_transformers(
 ) -> None:
     _, _, client, _ = stack
     reference, prompt = SpeechReference(model_dir), "w7 w9 w11"
-    before = [PREVIOUS_ID, *(await client.tokenize(f" {prompt}", add_special_tokens=False)).ids]
+    before = [PREVIOUS_ID, *(await client.tokenize(f" {prompt}", add_special_tokens=False)).token_ids]
     assert len(before) > 2
     expected = reference.generate(TONES[2], "de", "transcribe", MAX_TOKENS, before)[0]
     plain = reference.generate(TONES[2], "de", "transcribe", MAX_TOKENS)[0]

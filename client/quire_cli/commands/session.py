@@ -12,7 +12,7 @@ from quire_cli.output import table, to_json
 
 def list_all(args: argparse.Namespace) -> int:
     with connect(args) as client:
-        found = client.sessions()
+        found = client.list_sessions()
     if args.json:
         print(to_json({"sessions": [{"session_id": one.session_id, **_ends(one)} for one in found]}))
     elif found:

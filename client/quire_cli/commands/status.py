@@ -82,8 +82,8 @@ def tokenize(args: argparse.Namespace) -> int:
     if args.json:
         print(to_json(result))
     else:
-        print(",".join(map(str, result.ids)))
-        print(f"[{count(len(result.ids), 'token')}; max_model_len is {result.max_model_len}]", file=sys.stderr)
+        print(",".join(map(str, result.token_ids)))
+        print(f"[{count(len(result.token_ids), 'token')}; max_model_len is {result.max_model_len}]", file=sys.stderr)
     return 0
 
 

@@ -235,7 +235,7 @@ class AsyncClient:
         requests.check_options(options)
         return AsyncSession(self, session_id, options)
 
-    async def sessions(self, *, timeout_s: float | None = None) -> tuple[SessionInfo, ...]:
+    async def list_sessions(self, *, timeout_s: float | None = None) -> tuple[SessionInfo, ...]:
         """Your sessions, the newest first. Only their ids and ends are set; `session(id).info()` has the rest."""
         request = session_pb2.ListSessionsRequest()
         response = await self.unary(lambda gateway: gateway.sessions.ListSessions, request, timeout_s)
@@ -291,7 +291,7 @@ class AsyncClient:
         """Token ids of a text or of a rendered conversation."""
         request = requests.tokenize_request(prompt, messages, model or self._model, add_special_tokens, chat_options)
         response = await self.unary(lambda gateway: gateway.stub.Tokenize, request, timeout_s)
-        return convert.result(TokenizeResult, response)
+        return convert.result(TokenizeResult, response, token_ids=tuple(response.ids))
 
     async def count_tokens(
         self,

@@ -393,7 +393,7 @@ def test_commands_and_flags_are_completed(line, expected, tmp_path):
 def test_tokenize(gateway, capsys, monkeypatch):
     assert run(capsys, "tokenize", "hi") == (0, "104,105\n", "[2 tokens; max_model_len is 4096]\n")
     type_in(monkeypatch, "a")
-    assert json.loads(run(capsys, "tokenize", "--json", "--chat")[1]) == {"ids": [97], "max_model_len": 4096}
+    assert json.loads(run(capsys, "tokenize", "--json", "--chat")[1]) == {"token_ids": [97], "max_model_len": 4096}
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ async def test_async_client_does_the_same(gateway):
         async with client.stream_chat("hi", n=2) as stream:
             assert "".join([d.text async for d in stream if d.index == 1]) == "hello"
             assert len((await stream.result()).samples) == 2
-        assert (await client.tokenize("ab")).ids == (97, 98)
+        assert (await client.tokenize("ab")).token_ids == (97, 98)
         assert await client.detokenize([97, 98]) == "ab"
         assert [m.name for m in await client.models()] == ["fake"]
         assert (await client.model()).ready_workers == 1
@@ -185,7 +185,7 @@ def test_the_fake_gateway_embeds_and_scores():
 
 
 def test_unary_calls(client):
-    assert client.tokenize(messages="hi").ids == (104, 105)
+    assert client.tokenize(messages="hi").token_ids == (104, 105)
     assert client.tokenize("hi").max_model_len == 4096
     assert client.detokenize([104, 105]) == "hi"
     assert client.count_tokens("hi", temperature=0) == client.count_tokens(messages="no", timeout_s=5) == 2
