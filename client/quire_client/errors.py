@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
+from google.protobuf import json_format
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
@@ -70,6 +71,9 @@ OPTIONS = {field.path: field.option for field in FIELDS} | {
     "prompt.chat.template_kwargs_json": "template_kwargs",
 }
 PATH = re.compile(rf"(?<![-\w])({'|'.join(sorted(map(re.escape, OPTIONS), key=len, reverse=True))})(?![-\w]|\.\w)")
+DETAILS: Mapping[str, type[Message]] = {
+    kind.DESCRIPTOR.full_name: kind for kind in (error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
+}
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
@@ -83,7 +87,7 @@ class FieldViolation:
 
 
 class QuireError(Exception):
-    """Base of all errors. `details` has the raw google.rpc details: type URL -> bytes.
+    """Base of all errors. `details` has the fields of the google.rpc details, by the type's name.
 
     `partial`: the output of each sample received before a generation failed; empty if none was received.
     `wire_message`: the gateway's message with the protocol's names of fields (`sampling.temperature`); `message` and
@@ -100,7 +104,7 @@ class QuireError(Exception):
         *,
         code: grpc.StatusCode | None = None,
         request_id: str = "",
-        details: dict[str, bytes] | None = None,
+        details: dict[str, dict[str, Any]] | None = None,
         field_violations: tuple[FieldViolation, ...] = (),
         retry_after_s: float | None = None,
     ) -> None:
@@ -224,10 +228,12 @@ def error_from_rpc(error: grpc.RpcError, request_id: str = "") -> QuireError:
         code, message = grpc.StatusCode.UNAVAILABLE, SERVER_GONE
     if _is_dead_connection(code, message):
         code, message = grpc.StatusCode.UNAVAILABLE, f"the connection broke ({code.name}: {message})"
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and "deadline exceeded" in message.lower():  # words of gRPC
+        message = "timeout_s has passed before the answer was complete"
     metadata = {str(key): value for key, value in _call(error, "trailing_metadata", None) or ()}
     details = _status_details(metadata.get(DETAILS_KEY, b""))
-    violations = _field_violations(details.get("google.rpc.BadRequest", b""))
-    retry_after_s = _retry_delay_s(details.get("google.rpc.RetryInfo"))
+    violations = _field_violations(details.get(error_details_pb2.BadRequest))
+    retry_after_s = _retry_delay_s(details.get(error_details_pb2.RetryInfo))
     if retry_after_s is None:
         retry_after_s = _pushback_s(metadata.get(PUSHBACK_KEY))
     kind = BY_CODE.get(code, InternalError)
@@ -237,7 +243,7 @@ def error_from_rpc(error: grpc.RpcError, request_id: str = "") -> QuireError:
         renamed(message, OPTIONS),
         code=code,
         request_id=request_id,
-        details=details,
+        details={kind.DESCRIPTOR.full_name: _fields_of(message) for kind, message in details.items()},
         field_violations=violations,
         retry_after_s=retry_after_s,
     )
@@ -286,20 +292,30 @@ def _call(error: grpc.RpcError, name: str, default: Any) -> Any:
     return default if value is None else value
 
 
-def _status_details(data: bytes) -> dict[str, bytes]:
-    """The details of a google.rpc.Status: type name -> value."""
-    return {entry.type_url.rpartition("/")[2]: entry.value for entry in _parsed(status_pb2.Status, data).details}
+def _status_details(data: bytes) -> dict[type[Message], Any]:
+    """The details of a google.rpc.Status by type. Details of unknown types are left out."""
+    entries = {entry.type_url.rpartition("/")[2]: entry.value for entry in _parsed(status_pb2.Status, data).details}
+    return {kind: _parsed(kind, entries[name]) for name, kind in DETAILS.items() if name in entries}
 
 
-def _field_violations(data: bytes) -> tuple[FieldViolation, ...]:
-    found = _parsed(error_details_pb2.BadRequest, data).field_violations
+def _fields_of(message: Message) -> dict[str, Any]:
+    """The fields as plain values; none if a value is invalid, e.g. a duration out of range."""
+    try:
+        found: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    except (ValueError, json_format.Error):
+        return {}
+    return found
+
+
+def _field_violations(details: Any) -> tuple[FieldViolation, ...]:
+    found = details.field_violations if details else ()
     return tuple(FieldViolation(renamed(one.field, OPTIONS), renamed(one.description, OPTIONS)) for one in found)
 
 
-def _retry_delay_s(data: bytes | None) -> float | None:
-    if data is None:
+def _retry_delay_s(details: Any) -> float | None:
+    if details is None:
         return None
-    delay = _parsed(error_details_pb2.RetryInfo, data).retry_delay
+    delay = details.retry_delay
     return float(delay.seconds + delay.nanos * 1e-9)
 
 

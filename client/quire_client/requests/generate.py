@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from google.protobuf.message import Message as ProtoMessage
@@ -48,8 +49,12 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raises TypeError for an unknown option."""
     unknown = set(options) - KNOWN - CALL
     if unknown:
-        known = ", ".join(sorted(KNOWN | CALL))
-        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known options: {known}")
+        raise TypeError(f"unknown option {', '.join(map(_with_nearest, sorted(unknown)))}")
+
+
+def _with_nearest(option: str) -> str:
+    near = get_close_matches(option, sorted(KNOWN | CALL), n=1)
+    return f"{option}; did you mean {near[0]}?" if near else f"{option}; docs/request-fields.md lists all options"
 
 
 def generate_request(
@@ -198,7 +203,15 @@ def assign(message: ProtoMessage, name: str, options: Mapping[str, Any], option:
     except UnicodeEncodeError as error:
         raise invalid(option, f"{option} is not valid Unicode at character {error.start}: {error.reason}") from None
     except (TypeError, ValueError) as error:
-        raise invalid(option, f"{option}={repr(value)[:MAX_CHARS_SHOWN]} is not a valid value: {error}") from None
+        shown = f"{option}={repr(value)[:MAX_CHARS_SHOWN]}"
+        raise invalid(option, f"{shown} is not a valid value: {error}{_range_of(option)}") from None
+
+
+def _range_of(option: str) -> str:
+    field = BY_OPTION.get(option)
+    if field is None or field.low is None:
+        return ""
+    return f"; it must be {'above' if field.excludes_low else 'at least'} {field.low:g}"
 
 
 def _extend(message: ProtoMessage, name: str, values: Iterable[Any], option: str = "") -> None:

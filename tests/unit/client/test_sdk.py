@@ -294,7 +294,7 @@ def test_a_request_for_too_many_samples_costs_nothing_before_the_server_refuses_
 
 
 def test_unknown_option(client):
-    with pytest.raises(TypeError, match="unknown option temprature"):
+    with pytest.raises(TypeError, match=r"^unknown option temprature; did you mean temperature\?$"):
         client.generate("a", temprature=1)
 
 
@@ -419,7 +419,20 @@ def test_bad_request_details_are_decoded():
         run_script(play)
     assert [(v.field, v.description) for v in caught.value.field_violations] == [("top_p", "1.5 is above 1")]
     assert caught.value.wire_message == "sampling.top_p is 1.5"
+    assert caught.value.details == {"google.rpc.BadRequest": {"field_violations": [violation]}}
     assert caught.value.code is code
+
+
+def test_a_deadline_of_grpc_is_worded_as_the_option():
+    play = failing(grpc.StatusCode.DEADLINE_EXCEEDED, "Stream removed (Deadline Exceeded)", ())
+    with pytest.raises(DeadlineExceeded, match="timeout_s has passed before the answer was"):
+        run_script(play)
+
+
+@pytest.mark.parametrize("option", ["max_tokens", "n"])
+def test_a_value_outside_its_type_is_refused_with_the_range(client, option):
+    with pytest.raises(InvalidRequest, match=r"; it must be at least [01]$"):
+        client.generate("a", **{option: -1})
 
 
 def test_invalid_error_details_are_ignored():
