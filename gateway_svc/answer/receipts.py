@@ -61,10 +61,12 @@ class SampleProof:
         self._signer = signer
         self._plan = plan
         self._index = index
+        # Output of a record was computed by this deployment; other output of a continuation is the client's word.
+        self._num_claimed = len(plan.resume.outputs[index]) if plan.resume.replay is None else 0
 
     def receipt(self, finished: pb.Finished) -> str:
-        """The receipt of a finished sample; empty if it has no output or has failed."""
-        if not self.token_ids or finished.reason in FAILED:
+        """The receipt of a finished sample; empty if it has failed, or if no output was computed for it."""
+        if len(self.token_ids) <= self._num_claimed or finished.reason in FAILED:
             return ""
         return self._signer.sign(
             {
@@ -74,6 +76,7 @@ class SampleProof:
                 "finish_reason": REASONS[finished.reason],
                 "num_prompt_tokens": len(self._plan.prompt.ids),
                 "num_output_tokens": len(self.token_ids),
+                "num_claimed_tokens": self._num_claimed,
                 "first_digest": len(self.token_ids) - len(self.digests),
                 "processor_seconds": finished.usage.processor_seconds,
             },

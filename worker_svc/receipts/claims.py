@@ -77,6 +77,7 @@ def check_form(receipt: Receipt) -> None:
     ):
         if integer(payload, name, 0, count if count > 0 else 0) != count:
             raise ReceiptError(f"{name} is {payload[name]}, but the arrays say {count}")
+    integer(payload, "num_claimed_tokens", 0, num_output - num_digests)
     integer(payload, "max_model_len", len(answer.prompt_token_ids) + num_output, 1 << 32)
     for name in TEXTS:
         if not isinstance(payload.get(name), str):
@@ -172,7 +173,8 @@ def open_points(
     if place < len(ids) - 1:
         raise ReceiptError(f"output token {place} ends the output, but tokens follow it")
     if (first := len(ids) - len(receipt.answer.logits_digests)) > 0:
-        yield f"the logits of the first {first} output tokens have no digests to compare"
+        claimed = receipt.payload["num_claimed_tokens"]
+        yield f"the logits of the first {first} output tokens have no digests to compare; the client gave {claimed}"
     if asked.stop.stop or asked.sampling.bad_words or asked.bad_words_ids:
         try:
             yield from _open_texts(receipt, asked, tokenizer())

@@ -46,7 +46,8 @@ def _show(receipt: Receipt, public_key: bytes | None, *, as_json: bool) -> int:
         problem = ""
     except ReceiptError as error:
         problem = str(error)
-    facts = {"signature": problem or "valid", "key": receipt.key_id, **receipt.payload}
+    claimed = {"num_claimed_tokens": receipt.payload.get("num_claimed_tokens")}
+    facts = {"signature": problem or "valid", **claimed, "key": receipt.key_id, **receipt.payload}
     if as_json:
         print(to_json(facts))
     else:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from quire.internal.v1 import scheduler_pb2 as pb
+from quire.v1 import inference_pb2
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.answer import receipts
+from gateway_svc.answer.receipts import SampleProof
+from gateway_svc.request.resume import Replay, ResumePlan
 from gateway_svc.schedulers.scheduler_request import SampleJournal
 
 
@@ -51,3 +57,32 @@ def test_kept_keys_and_values_are_marked() -> None:
     journal.num_given = 0
     journal.note_weights(weights(1, keeps_kv=True), BASE)
     assert [span.keeps_kv for span in journal.spans(8)] == [False, True]
+
+
+class NotedSigner:
+    """Signs nothing; returns what it would have signed."""
+
+    def sign(self, payload: dict[str, Any], answer: Any) -> Any:
+        return payload
+
+
+@pytest.mark.parametrize(
+    ("replay", "num_computed", "num_claimed"),
+    [(None, 0, None), (None, 1, 12), (Replay((5,), (None,)), 1, 0), (Replay((5,), (None,)), 0, 0)],
+)
+def test_a_receipt_says_which_output_the_client_gave(
+    monkeypatch: pytest.MonkeyPatch, replay: Replay | None, num_computed: int, num_claimed: int | None
+) -> None:
+    """The client, or the record, has 12 tokens. None: there is no receipt."""
+    monkeypatch.setattr(receipts, "_facts", lambda plan: {})
+    given = array("I", range(12))
+    plan: Any = SimpleNamespace(
+        resume=ResumePlan((given,), (False,), (0.0,), replay=replay), prompt=SimpleNamespace(ids=array("I", [1]))
+    )
+    signer: Any = NotedSigner()
+    proof = SampleProof(signer, plan, 0)
+    proof.token_ids.extend([*given, *range(num_computed)])
+    proof.digests.extend(range(num_computed))
+    signed: Any = proof.receipt(inference_pb2.Finished(reason=types.FINISH_REASON_LENGTH))
+    assert (signed["num_claimed_tokens"] if signed else None) == num_claimed
+    assert not signed or signed["first_digest"] == 12
