@@ -20,7 +20,7 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, MethodDescriptor
 
 from tests.hostile import http1, http2
-from tests.hostile.examples import calls_of, methods_of, path_of
+from tests.hostile.examples import SKIPPED, calls_of, methods_of, path_of
 from tests.hostile.http2 import (
     ACK,
     CONTINUATION,
@@ -357,7 +357,8 @@ async def stream_bombs(port: Port, size: Size) -> None:
 
 async def _bombs(port: Port, size: Size, *, is_streamed: bool) -> None:
     for service in port.services:
-        fitting = [method for method in service.methods if method.client_streaming == is_streamed]
+        methods = [method for method in service.methods if method.name not in SKIPPED]
+        fitting = [method for method in methods if method.client_streaming == is_streamed]
         if fitting:
             await _bombs_of(port, max(fitting, key=lambda method: bool(swelling_tags(method.input_type))), size)
 

@@ -19,15 +19,13 @@ from tests.chaos.streams import StreamLoad, StreamRecord
 from tests.hostile.attacks import Attack, Size, attacks_on, launch
 from tests.hostile.campaigns import Outcomes, mutated_bodies, mutated_calls, stranger_calls
 from tests.hostile.costly import PREPARE, costly_attacks_on
+from tests.hostile.examples import SKIPPED
 from tests.hostile.target import Port, Target
 from tests.hostile.watch import Finding, Memory, Watch
 
 LANES = 8
 NUM_REQUESTS = 24
 PREPARED_S = 0.5  # good streams in this process go on
-# Valid calls of an insider that change the system: a drained worker does not return, and a pause does not end, by
-# itself. `ControlRollouts` brings pauses to schedulers.
-SKIPPED = ("Drain", "Pause", "Sleep", "ControlRollouts")
 
 
 @dataclass
