@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # replace characters that the terminal cannot encode
-    command = importlib.import_module(f"quire_cli.commands.{args.module}")
+    command = importlib.import_module(args.module)
     try:
         return int(getattr(command, args.function)(args))
     except QuireError as error:

@@ -271,7 +271,7 @@ COMMANDS = (
         arg("--worker-id", action="append", metavar="ID", default=[], help="also a certificate for this worker"),
         arg("--days", type=positive, default=90.0, metavar="N", help="days until they expire (default 90)"),
     ), CERT_EXAMPLES),
-    Command("batch", "batch.run", "answer a file of requests in OpenAI's batch format", (
+    Command("batch", "quire_batch.command.run", "answer a file of requests in OpenAI's batch format", (
         arg("input", metavar="INPUT", help="requests, one JSON object per line"),
         arg(*OUTPUT_FILE, required=True, metavar="FILE", help="answers are appended to this file"),
         arg("--base-url", metavar="URL,...",
@@ -284,7 +284,7 @@ COMMANDS = (
         arg("--timeout-s", type=positive, default=600.0, metavar="S", help="time limit of one attempt (default 600)"),
         API_KEY, switch("--json", "print the summary as one JSON line"), TLS,
     ), BATCH_EXAMPLES),
-    Command("bench", "bench.run", "measure a server under load", (TLS, *BENCH_ARGUMENTS), BENCH_EXAMPLES),
+    Command("bench", "quire_bench.command.run", "measure a server under load", (TLS, *BENCH_ARGUMENTS), BENCH_EXAMPLES),
     Command("completion", "completion.run", "print a script that completes commands and flags", (
         arg("shell", choices=("bash", "zsh", "fish"), help="the shell"),
     ), COMPLETION_EXAMPLES),

@@ -98,10 +98,10 @@ Arguments = Sequence[Argument | ArgumentGroup]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command: the function in quire_cli.commands that runs it, and its arguments; or a name for other commands."""
+    """A command: the function that runs it, and its arguments; or a name for other commands."""
 
     name: str
-    runs: str  # MODULE.FUNCTION
+    runs: str  # MODULE.FUNCTION of quire_cli.commands, or PACKAGE.MODULE.FUNCTION
     summary: str
     arguments: Arguments = ()
     epilog: str = ""
@@ -125,7 +125,8 @@ class Command:
             for action in self.actions:
                 action.add_to(found)
         else:
-            module, _, function = self.runs.partition(".")
+            module, _, function = self.runs.rpartition(".")
+            module = module if "." in module else f"quire_cli.commands.{module}"
             parser.set_defaults(module=module, function=function, parser=parser)
 
 

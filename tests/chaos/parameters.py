@@ -50,14 +50,6 @@ PARAMETERS = (
     Parameter("top_a", lambda rng, _: {"top_a": rng.uniform(0.01, 1)}),
     Parameter("min_tokens", lambda rng, v: {"min_tokens": 40, "stop_token_ids": _ids(rng, v, 64)}),
     Parameter("stop_token_ids", lambda rng, v: {"stop_token_ids": _ids(rng, v, 2)}),
-    Parameter(
-        "repetition_detection",
-        lambda rng, v: {
-            "allowed_token_ids": _ids(rng, v, 3),
-            "repetition_detection": {"max_pattern_size": 5, "min_count": 4},
-            "min_tokens": 40,
-        },
-    ),
     Parameter("repetition_penalty", lambda rng, _: {"repetition_penalty": rng.uniform(0.8, 1.6)}),
     Parameter("frequency_penalty", lambda rng, _: {"frequency_penalty": rng.uniform(-0.5, 1.5)}),
     Parameter("presence_penalty", lambda rng, _: {"presence_penalty": rng.uniform(-0.5, 1.5)}),
@@ -80,6 +72,7 @@ PARAMETERS = (
     Parameter("truncate_prompt_tokens", lambda rng, _: {"truncate_prompt_tokens": rng.randint(8, 40)}),
     Parameter("adapter", lambda rng, _: {"adapter": ADAPTER}),
     Parameter("skip_special_tokens", lambda rng, _: {"skip_special_tokens": False}),
+    Parameter("repetition_detection", lambda *_: {"repetition_detection": {"max_pattern_size": 3, "min_count": 2}}),
 )
 # The other options, with the reason why the workload does not draw them from the table above.
 NOT_DRAWN = {
