@@ -137,7 +137,7 @@ class MemoryFields:
             return True
         others = {name: one for name, one in self._pinned() if one is not record}
         is_full = record.size + sum(one.size for one in others.values()) > self._total_bytes // 2
-        num_pins = sum(owner_of(name) == owner_of(record_id) for name in others)
+        num_pins = sum(owner_of(name) == owner_of(record_id) and not one.refs for name, one in others.items())
         if ttl_s and (is_full or num_pins >= limit):
             return False
         record.pinned_until = now + ttl_s if ttl_s else 0.0
@@ -145,7 +145,7 @@ class MemoryFields:
         return True
 
     async def num_pinned(self) -> dict[str, int]:
-        return Counter(owner_of(name) for name, _ in self._pinned())
+        return Counter(owner_of(name) for name, record in self._pinned() if not record.refs)
 
     def _pinned(self) -> list[tuple[str, _Record]]:
         now = self._clock()
