@@ -200,7 +200,7 @@ def test_a_wrong_setting_ends_the_start_with_one_line(tmp_path: Path) -> None:
     command = [*QUIRE, "up", "--port", "0", "--log-dir", str(tmp_path), "--kv-cache-memory", "900T"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert done.returncode == 1
-    assert done.stderr.startswith("quire: error: worker-0: --kv-cache-memory is 921600.0 GiB, but this machine")
+    assert done.stderr.startswith("quire: error: --kv-cache-memory is 921600.0 GiB, but this machine")
     assert done.stderr.count("\n") == 1
 
 
