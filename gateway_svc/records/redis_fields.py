@@ -300,7 +300,7 @@ class RedisFields:
         except call_errors() as error:
             self._server.went_down(error)
             raise UnavailableError(
-                f"Redis, which keeps the records of requests, {problem_of(error).partition(' (')[0]}; retry later",
+                f"Redis, which keeps the records of requests, {problem_of(error)[0]}; retry later",
                 retry_after_s=RETRY_S,
             ) from None
         self._server.came_up()

@@ -531,14 +531,12 @@ class WorkerState:
         num_kept = min(most // KEPT_ROWS, most - 1 - num_forks_needed(seq))
         if num_kept < 1 or self.num_free_rows - len(seq.forks) > num_kept:
             return 0
-        active = rows.active()
-        num_own = int(np.count_nonzero(rows.tenant[active] == tenant))
-        is_large = seq.group.num_sequences > 1 or (has_others and 2 * num_own >= most)
-        return num_kept if is_large and not (rows.priority[active] > seq.group.priority).any() else 0
+        is_large = seq.group.num_sequences > 1 or (has_others and 2 * self.num_rows_of(tenant) >= most)
+        return num_kept if is_large and not (rows.priority[rows.active()] > seq.group.priority).any() else 0
 
-    def has_row_of(self, tenant_slot: int) -> bool:
-        """Whether a tenant has a row."""
-        return bool((self.rows.tenant[self.rows.active()] == tenant_slot).any())
+    def num_rows_of(self, tenant_slot: int) -> int:
+        """Number of rows of a tenant."""
+        return int(np.count_nonzero(self.rows.tenant[self.rows.active()] == tenant_slot))
 
     def try_admit(
         self, entry: QueueEntry, watermark: float, mean_output: float, num_kept_rows: int = 0
@@ -550,7 +548,7 @@ class WorkerState:
         seq, num_free = entry.seq, self.num_free_rows
         num_needed = num_forks_needed(seq)
         if num_kept_rows and num_needed < num_free <= num_kept_rows + num_needed:
-            if self.has_row_of(seq.group.tenant_slot):
+            if self.num_rows_of(seq.group.tenant_slot):
                 return self.refuse(of_tenant=True)
             num_kept_rows = num_free - 1 - num_needed
         num_forks = min(len(seq.forks), num_free - num_kept_rows - 1)

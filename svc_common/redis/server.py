@@ -168,15 +168,15 @@ def read_password(path: Path, flag: str) -> str:
     return password
 
 
-def problem_of(error: BaseException) -> str:
-    """The cause of a failed call, without the server's message: it quotes the command, and so data of a request."""
+def problem_of(error: BaseException) -> tuple[str, str]:
+    """The failure of a call and its cause, without the text of a refusal: it quotes the command, and so requests."""
     from redis.exceptions import ResponseError
 
     name = type(error).__name__
     if not isinstance(error, ResponseError):
-        return f"does not answer ({str(error) or name})"
+        return "does not answer", str(error) or name
     code = re.match(r"[A-Z]{3,}\b", str(error).rpartition("caused error: ")[2])
-    return f"refuses a call ({name}{f', {code[0]}' if code else ''})"
+    return "refuses a call", f"{name}, {code[0]}" if code else name
 
 
 class Availability:
@@ -193,7 +193,7 @@ class Availability:
         """Record a failed call."""
         self.num_errors += 1
         if self.is_up or not self._has_warned:
-            log.warning("redis %s; %s", problem_of(error), self._loss)
+            log.warning("redis %s (%s); %s", *problem_of(error), self._loss)
         self.is_up, self._has_warned = False, True
 
     def came_up(self) -> None:
