@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -9,13 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from quire_cli import arguments
 from quire_cli.stack import plan
+from safetensors.torch import save_file
 
 from bench.gpu.parts import chosen_sections
 from bench.gpu.run import make_parser as make_bench_parser
 from svc_common import config
+from tests.unit.engine.published import ROWS
 from worker_svc.engine.gpu.ranks import parallel_runner as ranks
 from worker_svc.engine.kernels.numerics import device_numerics
 from worker_svc.engine.step_runner import MAX_OUT_OF_MEMORY_STEPS
@@ -25,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/gpu.md").read_text()
 FENCES = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.M | re.S)
 COMMANDS = [line for language, block in FENCES if not language for line in block.splitlines()]
+(QWEN3,) = (row for row in ROWS if row.model == "Qwen/Qwen3-8B")
 # docker build, quire-scheduler, bench/gpu/pack
 FOREIGN_FLAGS = {"--target", "--step-timeout-s", "--compiler", "--kernels", "--peers"}
 
@@ -65,7 +70,8 @@ def test_quire_up_accepts_the_commands(line: str, tmp_path: Path, monkeypatch: p
     words = shlex.split(line)[1:]
     folder = tmp_path / words[words.index("--model") + 1]
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(QWEN3.config))
+    save_file({"model.norm.weight": torch.ones(1)}, folder / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     made = plan.make_plan(arguments.make_parser().parse_args([*words, "--port", "0", "--log-dir", str(tmp_path)]))
     devices = [dict(spec.environment)["CUDA_VISIBLE_DEVICES"].split(",") for spec in made.specs if spec.environment]

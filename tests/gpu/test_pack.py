@@ -5,26 +5,14 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = {
-    "quire",
-    "grammars",
-    "hub_models",
-    "prefix_index",
-    "request_fields",
-    "step_protocol",
-    "svc_common",
-    "quire_client",
-    "quire_cli",
-}
-ROOTS = (
-    *(ROOT / name for name in OWN - {"quire", "quire_client", "quire_cli"}),
-    *(ROOT / "client").glob("quire_*"),
-    *ROOT.glob("*_svc"),
-)
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+PACKAGES = [ROOT / path for path in SETTINGS["hatch"]["build"]["targets"]["wheel"]["packages"]]
+OWN = {path.name for path in PACKAGES}
 ON_THE_MACHINE = {"torch", "triton", "numpy", "safetensors", "tokenizers"}  # safetensors, tokenizers: by transformers
 ONLY_IF_ASKED_FOR = {"opentelemetry", "av"}  # imported with --trace-endpoint, and to decode speech
 MODULES = {
@@ -50,8 +38,7 @@ def packed() -> set[str]:
 
 
 def test_all_imports_are_packed():
-    needed = {name for root in ROOTS for path in root.rglob("*.py") for name in imported(path)}
-    own = OWN | {path.name for path in ROOT.glob("*_svc")}
-    needed -= own | set(sys.stdlib_module_names) | ON_THE_MACHINE | ONLY_IF_ASKED_FOR
+    needed = {name for root in PACKAGES for path in root.rglob("*.py") for name in imported(path)}
+    needed -= OWN | set(sys.stdlib_module_names) | ON_THE_MACHINE | ONLY_IF_ASKED_FOR
     assert {"grpc", "llguidance", "starlette", "redis"} <= needed
     assert needed - packed() == set()
