@@ -30,7 +30,7 @@ import torch
 from bench.worker import Limits, measure_limits
 from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape, KVLayout
 from worker_svc.engine.cpu.backend import CpuBackend
-from worker_svc.engine.decoder.kv_cache import KVCachePool
+from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.kernels import build
 
 BLOCK = 16

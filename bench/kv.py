@@ -63,8 +63,8 @@ from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisServer
 from tests.processes.stack import Service, Stack, is_ready
 from worker_svc.blocks import MovementSettings, WorkerBlocks
-from worker_svc.engine.decoder.block_contents import BlockContents
-from worker_svc.engine.decoder.block_payload import MovableBlocks, PoolPart
+from worker_svc.engine.decoder.pool.block_contents import BlockContents
+from worker_svc.engine.decoder.pool.block_payload import MovableBlocks, PoolPart
 from worker_svc.kv_store.block_store import BlockStore
 from worker_svc.kv_store.disk_tier import DiskTier
 from worker_svc.kv_store.nixl_memory import has_nixl

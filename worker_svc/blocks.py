@@ -38,7 +38,7 @@ from svc_common.memory import keep_freed_memory
 from svc_common.observe.metrics import Row
 from svc_common.tasks import cancel, one_ahead
 from worker_svc.engine.config import EngineInfo
-from worker_svc.engine.decoder.block_payload import Filled, Movable
+from worker_svc.engine.decoder.pool.block_payload import Filled, Movable
 from worker_svc.engine.step_runner import is_out_of_memory
 from worker_svc.kv_store.block_store import READ_BYTES, BlockStore, Committed
 from worker_svc.kv_store.disk_tier import DiskTier

@@ -19,8 +19,8 @@ from bench.gpu.report import Report, relative_error
 from prefix_index.content_ids import content_ids, input_digest
 from step_protocol.features import NO_CANDIDATES, BeamCandidates, PooledRows, Pooling, PoolingKind, PoolingTask
 from step_protocol.messages import CarriedInput, StepOutput
-from worker_svc.engine.decoder.block_contents import BlockContents
-from worker_svc.engine.decoder.block_payload import Filled
+from worker_svc.engine.decoder.pool.block_contents import BlockContents
+from worker_svc.engine.decoder.pool.block_payload import Filled
 from worker_svc.engine.gpu.device_blocks import DeviceBlocks
 from worker_svc.engine.gpu.runner import DeviceRunner
 from worker_svc.kv_store.record import Origin, RecordFormat

@@ -1,12 +1,10 @@
-"""The OpenAI-compatible HTTP API: bodies become protobuf requests, and their events become JSON.
+"""The HTTP API: bodies become protobuf requests, and their events become JSON.
 
-fields.py, bodies.py, chat.py   body -> GenerateRequest      pure
-answers.py, logprobs.py,        events, errors -> JSON       pure
-errors.py
-structured.py                   grammars of a body           pure
-openapi.py                      description of the API       pure
+openai/                         OpenAI's bodies to requests, events to JSON: pure, and the base of the other dialects
+responses/, messages/, pooling/ the Responses API, Anthropic's Messages API, embeddings and scores
+fields.py, errors.py            one field of a body; errors as JSON
+openapi.py                      description of the API
 handlers.py                     one method per endpoint; calls the same pipelines as gRPC
-responses/, messages/           the Responses API, Anthropic's Messages API
 status.py                       health, load, metrics
 replies.py                      JSON and server-sent events
 app.py                          routes, keys, body limit, disconnects, CORS

@@ -21,8 +21,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from gateway_svc.http.answers import sse
 from gateway_svc.http.fields import invalid
+from gateway_svc.http.openai.answers import sse
 from gateway_svc.http.replies import EventStream, ignored_headers, json_reply
 from gateway_svc.operators.audit.entry import record_request_id
 from gateway_svc.pipeline.generation import GenerationPipeline

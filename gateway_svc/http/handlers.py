@@ -17,13 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway_svc.http import answers, bodies, openapi
-from gateway_svc.http.answers import AnswerShape, PromptParts, StreamAnswer, WholeAnswer, models_of
+from gateway_svc.http import openapi
 from gateway_svc.http.audio import AudioHandlers
-from gateway_svc.http.bodies import Generation, with_suffix, with_token_ids
 from gateway_svc.http.json_text import encode
 from gateway_svc.http.merge import Numbered, merged, within
 from gateway_svc.http.messages.handlers import MessagesHandlers
+from gateway_svc.http.openai import answers, bodies
+from gateway_svc.http.openai.answers import AnswerShape, PromptParts, StreamAnswer, WholeAnswer, models_of
+from gateway_svc.http.openai.bodies import Generation, with_suffix, with_token_ids
 from gateway_svc.http.pooling.handlers import PoolingHandlers
 from gateway_svc.http.replies import EventStream, encoded_events, ignored_headers, json_reply, mark_conversation
 from gateway_svc.http.responses.handlers import ResponsesHandlers

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway_svc.http.bodies import body_of, text_value
+from gateway_svc.http.openai.bodies import body_of, text_value
 from gateway_svc.http.replies import Read, json_reply
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.rollouts import RolloutCalls

@@ -14,7 +14,7 @@ from tests.gpu.test_runner import HEADS_4_2, SMALL, small_prompts
 from tests.unit.engine.driver import seeded, u32
 from tests.unit.engine.models import make_model
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.decoder.block_payload import Filled
+from worker_svc.engine.decoder.pool.block_payload import Filled
 from worker_svc.engine.model_runner import ModelRunner
 from worker_svc.kv_store.record import Origin, RecordFormat, WantedBlock
 

@@ -13,7 +13,7 @@ from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.backend import Backend, ForwardBatch, KVLayout, LayerBackend
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.decoder.kv_cache import DEFAULT_MEMORY, KVCachePool
+from worker_svc.engine.decoder.pool.kv_cache import DEFAULT_MEMORY, KVCachePool
 from worker_svc.engine.kernels.machine import available_memory
 from worker_svc.engine.rows.images import ImageEncoder
 from worker_svc.engine.rows.tables import RowTables

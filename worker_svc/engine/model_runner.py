@@ -23,7 +23,7 @@ from worker_svc.engine.backend import ForwardBatch, LayerBackend
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.cpu.backend import make_backend
-from worker_svc.engine.decoder.block_payload import MovableBlocks
+from worker_svc.engine.decoder.pool.block_payload import MovableBlocks
 from worker_svc.engine.engine_info import choose_dtype, make_engine_info
 from worker_svc.engine.kernels.machine import available_cores
 from worker_svc.engine.kernels.numerics import cpu_numerics

@@ -14,7 +14,7 @@ import numpy as np
 from step_protocol.columns import EMPTY, I64, U32, Bools
 from step_protocol.messages import BadBatchError, RowErrorCode, StepBatch, StepOutput
 from worker_svc.engine.config import EngineConfig, EngineInfo
-from worker_svc.engine.decoder.block_payload import Movable
+from worker_svc.engine.decoder.pool.block_payload import Movable
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.step_checker import StepChecker
 from worker_svc.engine.rows.tables import RowTables

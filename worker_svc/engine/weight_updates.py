@@ -15,7 +15,7 @@ from worker_svc.engine.checkpoint.model_folder import TensorSum, tensor_sums
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo, StagedWeights
 from worker_svc.engine.cpu.backend import make_backend
-from worker_svc.engine.decoder.kv_cache import KVCachePool
+from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.engine_info import revision_of
 from worker_svc.engine.kernels.memory import release
 from worker_svc.engine.loaders.decoders import load_decoder_weights

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from prefix_index.hashing import block_key
-from worker_svc.engine.decoder.block_payload import Bytes
+from worker_svc.engine.decoder.pool.block_payload import Bytes
 from worker_svc.kv_store.tier import OnChange, TierCounts
 
 log = logging.getLogger(__name__)

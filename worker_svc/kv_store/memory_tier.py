@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from worker_svc.engine.decoder.block_payload import Bytes
+from worker_svc.engine.decoder.pool.block_payload import Bytes
 from worker_svc.kv_store.tier import OnChange, Tier, TierCounts
 
 

@@ -20,7 +20,7 @@ from xxhash import xxh3_128_digest
 
 from prefix_index.hashing import block_key
 from step_protocol.columns import U32, u32_to_bytes
-from worker_svc.engine.decoder.block_payload import Bytes, Movable, Reader
+from worker_svc.engine.decoder.pool.block_payload import Bytes, Movable, Reader
 from worker_svc.seals import SEAL_BYTES
 
 MAGIC = b"QKV1"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from worker_svc.engine.decoder.block_payload import Bytes
+from worker_svc.engine.decoder.pool.block_payload import Bytes
 
 OnChange = Callable[[bytes], None]  # a digest whose record came or went
 

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from step_protocol.columns import I64, U32
-from worker_svc.engine.decoder.block_contents import BlockContents
-from worker_svc.engine.decoder.block_payload import PoolPart
+from worker_svc.engine.decoder.pool.block_contents import BlockContents
+from worker_svc.engine.decoder.pool.block_payload import PoolPart
 from worker_svc.simulator.tokens import GOLDEN, MIX_1, MIX_2
 
 U64 = npt.NDArray[np.uint64]

@@ -28,7 +28,7 @@ from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.backend import TopLogprobs
 from worker_svc.engine.checkpoint.model_folder import TensorSum, open_regular, tensor_sums
 from worker_svc.engine.config import EngineConfig, StagedWeights
-from worker_svc.engine.decoder.block_payload import MovableBlocks
+from worker_svc.engine.decoder.pool.block_payload import MovableBlocks
 from worker_svc.engine.row_part import RowPart
 from worker_svc.engine.rows.beams import BeamLines
 from worker_svc.engine.rows.logprobs import LogprobRows, PromptTargets, spread, to_columns

@@ -67,7 +67,7 @@ from step_protocol.proto import output_to_proto
 from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.config import EngineInfo
-from worker_svc.engine.decoder.block_payload import Movable
+from worker_svc.engine.decoder.pool.block_payload import Movable
 from worker_svc.engine.speculation.drafts import DraftCounts
 from worker_svc.engine.step_runner import StepRunner
 from worker_svc.metrics import ImageCounts, StepMeter

@@ -13,7 +13,7 @@ from step_protocol.messages import StepBatch, StepOutput
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.checkpoint.model_folder import TensorSum
 from worker_svc.engine.config import EngineConfig, EngineInfo, StagedWeights
-from worker_svc.engine.decoder.block_payload import Movable
+from worker_svc.engine.decoder.pool.block_payload import Movable
 from worker_svc.engine.nodes import Nodes
 from worker_svc.flags import sim_config
 from worker_svc.metrics import ImageCounts

@@ -10,9 +10,9 @@ from typing import Any
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.http import fields
-from gateway_svc.http.bodies import body_of, model_name
-from gateway_svc.http.chat import EFFORTS, TOOL_CHOICES, flag, image_part, set_parts, text
 from gateway_svc.http.fields import ignored_names, invalid, path_names, set_parameters, shown
+from gateway_svc.http.openai.bodies import body_of, model_name
+from gateway_svc.http.openai.chat import EFFORTS, TOOL_CHOICES, flag, image_part, set_parts, text
 
 Json = dict[str, Any]
 

@@ -12,10 +12,10 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.http import fields
-from gateway_svc.http.bodies import body_of, model_name, pooled_inputs, text_value
-from gateway_svc.http.chat import flag
 from gateway_svc.http.fields import ignored_names, invalid, number_of, shown
 from gateway_svc.http.json_text import encode, encoded_list
+from gateway_svc.http.openai.bodies import body_of, model_name, pooled_inputs, text_value
+from gateway_svc.http.openai.chat import flag
 from gateway_svc.request.cost import check_pooled_cost
 from request_fields.fields import MAX_UINT32, FieldError
 from svc_common.errors import InvalidRequestError

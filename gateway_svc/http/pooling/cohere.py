@@ -9,9 +9,9 @@ from typing import Any
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.http import fields
-from gateway_svc.http.bodies import body_of, model_name, pooled_inputs
 from gateway_svc.http.fields import ignored_names, invalid, shown
 from gateway_svc.http.json_text import encode, encoded_list
+from gateway_svc.http.openai.bodies import body_of, model_name, pooled_inputs
 from gateway_svc.http.pooling.bodies import as_base64, positive, scheduling_of
 
 INPUT_TYPES: Mapping[str, Sequence[str]] = {  # names of a model's prompts for each type, the first one that it has

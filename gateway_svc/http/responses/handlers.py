@@ -18,9 +18,9 @@ from starlette.routing import Route
 
 from gateway_svc.answer.resuming import Resumed
 from gateway_svc.callers.caller import scoped
-from gateway_svc.http.answers import named_event
 from gateway_svc.http.fields import invalid
 from gateway_svc.http.json_text import encode
+from gateway_svc.http.openai.answers import named_event
 from gateway_svc.http.replies import EventStream, Read, ignored_headers, json_reply, mark_conversation
 from gateway_svc.http.responses.bodies import ResponseBody, response_request
 from gateway_svc.http.responses.events import Event, Json, events_of

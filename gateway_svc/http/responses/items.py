@@ -7,8 +7,8 @@ from typing import Any
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.http.chat import image_part, set_parts
 from gateway_svc.http.fields import invalid, shown
+from gateway_svc.http.openai.chat import image_part, set_parts
 from gateway_svc.http.responses.events import CALL, MESSAGE, REASONING, Json, item_id
 
 OUTPUT = "function_call_output"

@@ -16,7 +16,7 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.answer.request_meter import FAILED
 from gateway_svc.http.errors import error_of_sample
 from gateway_svc.http.json_text import joined_lists
-from gateway_svc.http.logprobs import ChatLogprobs, positions
+from gateway_svc.http.openai.logprobs import ChatLogprobs, positions
 from gateway_svc.http.responses.events import (
     CALL,
     MESSAGE,

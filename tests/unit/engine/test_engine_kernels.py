@@ -13,7 +13,7 @@ import torch
 
 from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape, KVLayout, Norm, RotaryTable
 from worker_svc.engine.cpu.backend import CpuBackend, make_backend
-from worker_svc.engine.decoder.kv_cache import KVCachePool
+from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.decoder.rotary import QueryScaling, Rotary
 
 DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}  # largest difference allowed for values of magnitude 1

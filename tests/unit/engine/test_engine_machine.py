@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from worker_svc.engine.backend import KVLayout
-from worker_svc.engine.decoder.kv_cache import KVCachePool
+from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.kernels.machine import available_cores, available_memory, total_memory
 from worker_svc.flags import check_memory, make_parser
 

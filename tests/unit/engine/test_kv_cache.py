@@ -10,8 +10,8 @@ import torch
 
 from worker_svc.engine.backend import KVLayout
 from worker_svc.engine.cpu.backend import make_backend
-from worker_svc.engine.decoder.block_contents import BlockContents
-from worker_svc.engine.decoder.kv_cache import KVCachePool
+from worker_svc.engine.decoder.pool.block_contents import BlockContents
+from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 
 NARROW, WIDE = KVLayout(2, 16, 16), KVLayout(1, 24, 8)
 LAYOUTS = [NARROW, WIDE, NARROW, KVLayout(2, 16, 16, owner=2), KVLayout(1, 24, 8, owner=1)]

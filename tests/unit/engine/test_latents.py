@@ -17,8 +17,8 @@ from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.cpu.backend import make_backend
-from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.parse import parse_config
+from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.decoder.rotary import Rotary
 
 LENGTH, LONG = 270, 1100  # the second one is more than threads read in one turn

@@ -14,10 +14,10 @@ from tests.unit.engine.models import make_model
 from worker_svc.engine.backend import KVLayout
 from worker_svc.engine.config import CacheGroupInfo, EngineConfig
 from worker_svc.engine.cpu.backend import make_backend
-from worker_svc.engine.decoder.cache_groups import divide_pool
 from worker_svc.engine.decoder.config import ModelConfig
-from worker_svc.engine.decoder.kv_cache import GIB, KVCachePool, LayerGroups
 from worker_svc.engine.decoder.parse import parse_config
+from worker_svc.engine.decoder.pool.cache_groups import divide_pool
+from worker_svc.engine.decoder.pool.kv_cache import GIB, KVCachePool, LayerGroups
 from worker_svc.engine.model_runner import ModelRunner
 from worker_svc.engine.rows.group_tables import GroupTables
 from worker_svc.engine.rows.open_rows import OpenRows

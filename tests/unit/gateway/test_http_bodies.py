@@ -12,7 +12,8 @@ from quire.v1 import types_pb2
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.http import fields
-from gateway_svc.http.bodies import (
+from gateway_svc.http.errors import error_body, error_headers
+from gateway_svc.http.openai.bodies import (
     Generation,
     chat_generation,
     completion_generation,
@@ -20,7 +21,6 @@ from gateway_svc.http.bodies import (
     ignored_header,
     tokenize_request,
 )
-from gateway_svc.http.errors import error_body, error_headers
 from gateway_svc.request.validation import check_generate
 from request_fields.fields import BY_PATH, FIELDS, Field, Kind
 from svc_common.errors import (

@@ -11,7 +11,7 @@ import openai
 import pytest
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.http.answers import delta_of
+from gateway_svc.http.openai.answers import delta_of
 from tests.chat_templates import CLOCK, TEMPLATES, WEATHER
 from tests.unit.gateway.fakes import EOS, STOP, FakeScheduler, TestGateway
 from tests.unit.gateway.test_chat_streams import ANSWER, encode, serving

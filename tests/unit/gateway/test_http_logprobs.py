@@ -10,10 +10,10 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.http import answers
-from gateway_svc.http.answers import PromptParts, StreamAnswer, WholeAnswer
-from gateway_svc.http.bodies import Generation, chat_generation, completion_generation
-from gateway_svc.http.logprobs import LOWEST
+from gateway_svc.http.openai import answers
+from gateway_svc.http.openai.answers import PromptParts, StreamAnswer, WholeAnswer
+from gateway_svc.http.openai.bodies import Generation, chat_generation, completion_generation
+from gateway_svc.http.openai.logprobs import LOWEST
 from svc_common.errors import InvalidRequestError, QuireError
 
 CRAB = "\U0001f980".encode()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gateway_svc.http.bodies import completion_generation, infill_prompt, with_suffix
+from gateway_svc.http.openai.bodies import completion_generation, infill_prompt, with_suffix
 from svc_common.errors import InvalidRequestError
 
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")

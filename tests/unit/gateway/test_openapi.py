@@ -8,8 +8,8 @@ import jsonschema
 import pytest
 
 from gateway_svc.http import openapi
-from gateway_svc.http.bodies import chat_generation, completion_generation
 from gateway_svc.http.fields import ENDPOINTS
+from gateway_svc.http.openai.bodies import chat_generation, completion_generation
 from svc_common.errors import InvalidRequestError
 
 DESCRIBED = openapi.document([(path, "POST", "Post.") for path in ENDPOINTS], "1.0")

@@ -20,7 +20,7 @@ from quire_client import PromptEmbeddings
 from quire_client.errors import InvalidRequest
 from quire_client.requests.generate import generate_request
 
-from gateway_svc.http.bodies import completion_generation
+from gateway_svc.http.openai.bodies import completion_generation
 from gateway_svc.request import validation
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.plan import GenerationPlan, plan_generation

@@ -30,7 +30,7 @@ from prefix_index.hashing import (
     snapshot_digest,
     state_id,
 )
-from worker_svc.engine.decoder.block_payload import MovableBlocks
+from worker_svc.engine.decoder.pool.block_payload import MovableBlocks
 from worker_svc.engine.recurrent import Recurrence, StatePool
 from worker_svc.engine.rows.states import KeptState, MovableSnapshots
 from worker_svc.kv_store.block_store import BlockStore, Committed

@@ -47,8 +47,8 @@ from worker_svc.engine.recurrent import RecurrentWeights, StatePool
 from worker_svc.engine.sampling.processors import ProcessedRows
 
 if TYPE_CHECKING:
-    from worker_svc.engine.decoder.kv_cache import KVCachePool
     from worker_svc.engine.decoder.model import DecoderParts
+    from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 
 logger = logging.getLogger(__name__)
 

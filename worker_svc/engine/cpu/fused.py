@@ -29,8 +29,8 @@ from worker_svc.engine.kernels.linear import LINEAR_STRUCT, PANEL, KernelLinear,
 from worker_svc.engine.recurrent import RecurrentWeights
 
 if TYPE_CHECKING:
-    from worker_svc.engine.decoder.kv_cache import KVCachePool
     from worker_svc.engine.decoder.model import DecoderParts
+    from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 
 EXPERTS_STRUCT, LATENTS_STRUCT, LATENT_SHAPE = struct("Experts"), struct("Latents"), struct("LatentShape")
 LAYER_STRUCT, OP_STRUCT, MODEL_STRUCT, BATCH_STRUCT = struct("Layer"), struct("Op"), struct("Model"), struct("Batch")

@@ -16,7 +16,7 @@ from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, eos_token_ids
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import AudioInfo, EncoderInfo, EngineConfig
-from worker_svc.engine.decoder.kv_cache import KVCachePool
+from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.encoder_decoder.config import EncoderDecoderConfig, parse_encoder_decoder
 from worker_svc.engine.encoder_decoder.log_mel import AudioSettings, LogMel, read_audio_settings
 from worker_svc.engine.encoder_decoder.model import EncoderDecoderModel

@@ -15,7 +15,7 @@ import torch
 
 from step_protocol.columns import I32, I64
 from worker_svc.engine.backend import AttentionShape, ForwardBatch, KVLayout, LayerBackend
-from worker_svc.engine.decoder.kv_cache import KVCachePool
+from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.encoder_decoder.config import CONV_STRIDE, EncoderDecoderConfig
 from worker_svc.engine.encoder_decoder.weights import KERNEL, EncoderDecoderLoader, LayerStack
 from worker_svc.engine.layers import AttentionInput, LayerRunner, pieces

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from step_protocol.columns import I64, U32
-from worker_svc.engine.decoder.block_contents import BlockContents
-from worker_svc.engine.decoder.block_payload import Bytes, Filled, Movable, Reader
+from worker_svc.engine.decoder.pool.block_contents import BlockContents
+from worker_svc.engine.decoder.pool.block_payload import Bytes, Filled, Movable, Reader
 from worker_svc.engine.gpu.uploads import to_device, to_host
 
 KIND = "device: layer, keys and values, token, head"  # the order of the numbers of a block

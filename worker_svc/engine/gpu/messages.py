@@ -26,7 +26,7 @@ from step_protocol.features import STEP_PARTS, ImageWork, Pooling, PoolingKind, 
 from step_protocol.messages import CarriedInput, EncoderInput, ImageSpan, RowOpen, StepBatch, TokenRules
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.adapters.targets import Module
-from worker_svc.engine.decoder.block_contents import HASH_BYTES
+from worker_svc.engine.decoder.pool.block_contents import HASH_BYTES
 
 CLASSES: dict[str, Any] = {
     cls.__name__: cls

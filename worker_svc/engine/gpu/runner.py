@@ -20,7 +20,7 @@ import torch
 from step_protocol.columns import I64, U32
 from step_protocol.messages import StepBatch, StepOutput
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.decoder.block_contents import BlockContents
+from worker_svc.engine.decoder.pool.block_contents import BlockContents
 from worker_svc.engine.engine_info import choose_max_model_len
 from worker_svc.engine.gpu.check import StartCheck
 from worker_svc.engine.gpu.collectives.group import Group

@@ -18,11 +18,11 @@ from worker_svc.engine.checkpoint.model_folder import check_same_vocabulary, eos
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.cpu.backend import make_backend
-from worker_svc.engine.decoder.cache_groups import divide_pool
 from worker_svc.engine.decoder.config import ModelConfig
-from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.model import DecoderModel
 from worker_svc.engine.decoder.parse import parse_config
+from worker_svc.engine.decoder.pool.cache_groups import divide_pool
+from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.decoder.weights import WeightLoader
 from worker_svc.engine.engine_info import choose_dtype, choose_max_model_len
 from worker_svc.engine.loading import Loaded, Source, fitting_blocks, pool_memory

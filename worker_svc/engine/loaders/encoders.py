@@ -8,7 +8,7 @@ from step_protocol.features import PoolingKind
 from worker_svc.engine.backend import KVLayout
 from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.decoder.kv_cache import KVCachePool
+from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.encoder.config import EncoderConfig, parse_encoder
 from worker_svc.engine.encoder.families import encoder_of
 from worker_svc.engine.encoder.model import EncoderModel

@@ -21,7 +21,7 @@ from step_protocol.columns import EMPTY, I32, I64, U32, Bools
 from step_protocol.features import TakenSnapshots
 from step_protocol.messages import BadBatchError, RowOpen, StepBatch
 from worker_svc.engine.backend import SnapshotColumns
-from worker_svc.engine.decoder.block_payload import Bytes, InHostMemory, Movable
+from worker_svc.engine.decoder.pool.block_payload import Bytes, InHostMemory, Movable
 from worker_svc.engine.row_part import BlockPart
 from worker_svc.engine.step import CheckedStep, Logits, Sampled, Step, StepPart
 

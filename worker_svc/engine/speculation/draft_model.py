@@ -29,9 +29,9 @@ from worker_svc.engine.backend import Backend
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.config import ModelConfig
-from worker_svc.engine.decoder.kv_cache import KVCachePool
 from worker_svc.engine.decoder.model import DecoderModel
 from worker_svc.engine.decoder.parse import parse_config
+from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.encoder.families import encoder_of
 from worker_svc.engine.encoder_decoder.config import is_encoder_decoder
 from worker_svc.engine.engine_info import choose_dtype

@@ -24,7 +24,7 @@ import torch
 
 from step_protocol.columns import I64, Bools
 from worker_svc.engine.backend import Backend
-from worker_svc.engine.decoder.kv_cache import KVCachePool
+from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.speculation.heads import Head
 from worker_svc.engine.speculation.sampler import NO_TOKENS, DraftSampler, Sampled, mean_draft_s

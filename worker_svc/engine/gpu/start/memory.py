@@ -12,7 +12,7 @@ import torch
 from request_fields.sizes import largest_pool
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.config import ModelConfig
-from worker_svc.engine.decoder.kv_cache import DEFAULT_MEMORY, KVCachePool
+from worker_svc.engine.decoder.pool.kv_cache import DEFAULT_MEMORY, KVCachePool
 from worker_svc.engine.gpu.collectives.group import ALONE, Group
 from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.kernels import forms

@@ -18,7 +18,7 @@ import torch
 from request_fields.sizes import blocks_of_row, largest_pool
 from worker_svc.engine.config import CacheGroupInfo, EngineConfig
 from worker_svc.engine.decoder.config import ModelConfig
-from worker_svc.engine.decoder.kv_cache import KVCachePool, LayerGroups
+from worker_svc.engine.decoder.pool.kv_cache import KVCachePool, LayerGroups
 
 CACHED_SHARE = 8  # a group has a block for cached prefixes per so many blocks of the first group
 DEPTH = 2  # messages in flight, and steps whose chunks hold blocks

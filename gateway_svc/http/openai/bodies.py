@@ -12,7 +12,6 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.http import fields
-from gateway_svc.http.chat import chat_of, flag, text
 from gateway_svc.http.fields import (
     GUIDED,
     BodyField,
@@ -26,6 +25,7 @@ from gateway_svc.http.fields import (
     token_ids,
 )
 from gateway_svc.http.json_text import TooManyValuesError, decode
+from gateway_svc.http.openai.chat import chat_of, flag, text
 from gateway_svc.request.cost import check_cost
 from request_fields.fields import FieldError
 from svc_common.errors import InvalidRequestError

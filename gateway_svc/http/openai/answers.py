@@ -16,10 +16,10 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.receipts import span_values
 from gateway_svc.answer.request_meter import FAILED, REASONS
-from gateway_svc.http.bodies import Generation
 from gateway_svc.http.errors import error_body, error_of_sample
 from gateway_svc.http.json_text import encode, encoded_list, joined_lists
-from gateway_svc.http.logprobs import (
+from gateway_svc.http.openai.bodies import Generation
+from gateway_svc.http.openai.logprobs import (
     ChatLogprobs,
     Entries,
     Position,

@@ -13,8 +13,8 @@ import torch
 from step_protocol.columns import I64
 from worker_svc.engine.backend import KVLayout, LayerBackend
 from worker_svc.engine.config import CacheGroupInfo
-from worker_svc.engine.decoder.block_contents import BlockContents
-from worker_svc.engine.decoder.block_payload import Movable, MovableBlocks, PoolPart
+from worker_svc.engine.decoder.pool.block_contents import BlockContents
+from worker_svc.engine.decoder.pool.block_payload import Movable, MovableBlocks, PoolPart
 from worker_svc.engine.kernels.memory import lazy_zeros
 from worker_svc.engine.recurrent import StatePool
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from step_protocol.columns import U32
-from worker_svc.engine.decoder.block_contents import BlockContents
+from worker_svc.engine.decoder.pool.block_contents import BlockContents
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -1,0 +1,1 @@
+"""OpenAI's bodies as requests, and events as OpenAI's JSON. Pure."""
