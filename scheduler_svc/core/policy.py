@@ -310,11 +310,20 @@ def first_token_wait_s(
 DEADLINE_FRACTION = 0.8
 
 
-def is_too_late(first_token_wait: float, timeout_s: float) -> bool:
-    """Whether a request should be refused instead of queued. A first token just before the deadline is useless, because
-    the rest of the output needs time too, and rates vary. Work that is cancelled at its deadline delays other requests.
+def late_by_s(first_token_wait: float, output_s: float, timeout_s: float) -> float:
+    """By how many seconds a request is too late to be queued; 0 or less: it is not. The whole output must come before
+    the deadline, and the first token well before it, because rates vary. Work that is cancelled at its deadline delays
+    other requests.
     """
-    return first_token_wait > DEADLINE_FRACTION * timeout_s
+    return first_token_wait - min(DEADLINE_FRACTION * timeout_s, timeout_s - output_s)
+
+
+def sure_output(group: SequenceGroup, mean_output: float | None) -> int:
+    """Number of tokens that are still to generate per sample, as far as that is known. It refuses requests, so samples
+    that may end early count as nothing before their mean length is measured.
+    """
+    limit = group.stop.max_tokens - max(map(len, group.outputs), default=0)
+    return limit if not _may_stop(group) else min(limit, int(mean_output or 0))
 
 
 def expected_tokens(num_known: int, remaining: int, num_samples: int, mean_output: float) -> int:
@@ -360,6 +369,7 @@ class Throughput:
 
     def __init__(self, expected_output_tokens: int) -> None:
         self.mean_output = float(expected_output_tokens)  # tokens of answers that ended before max_tokens
+        self.measured_output: float | None = None  # the same without an initial estimate; None: unknown
         self.queue = Rate()  # tokens that leave the queue
         self.prefill = Rate()  # prompt tokens that one worker computes
         self._num_admitted_tokens = 0  # since the last `observe_queue`
@@ -368,6 +378,8 @@ class Throughput:
     def add_output(self, num_tokens: int) -> None:
         """Record the length of an answer that ended before max_tokens."""
         self.mean_output += self.MEAN_OUTPUT_WEIGHT * (num_tokens - self.mean_output)
+        known = num_tokens if self.measured_output is None else self.measured_output
+        self.measured_output = known + self.MEAN_OUTPUT_WEIGHT * (num_tokens - known)
 
     def add_admitted(self, num_tokens: int) -> None:
         """Record prompt tokens that left the queue."""

@@ -272,8 +272,7 @@ class Scheduler:
             for worker, seq in list(self._roles.hand_overs(now)):
                 self._leave(worker, seq, MigrationReason.HANDOVER)
         while (late := self._waiting.pop_expired(now)) is not None:
-            message = "the deadline passed while the request was waiting"
-            self._expired += self._requests.abort(late.group.request_id, FinishReason.ABORTED, message)
+            self._expired += self._requests.end_if_late(late, now)
         if self._waiting.unschedulable or not self._workers:
             self._expired += self._requests.give_up(now)
         if self.barrier.is_held:

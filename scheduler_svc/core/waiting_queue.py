@@ -267,17 +267,15 @@ class WaitingQueue:
         self.remove(entry.seq)
         self.add(entry)
 
-    def add_deadline(self, seq: Sequence) -> None:
-        """`pop_expired` returns the sequence if it waits at its deadline."""
-        if seq.group.deadline == math.inf:
-            return
-        heappush(self._deadlines, (seq.group.deadline, seq.seq_id, seq))
+    def add_deadline(self, seq: Sequence, start_by: float) -> None:
+        """`pop_expired` returns the sequence if it still waits at this time."""
+        heappush(self._deadlines, (start_by, seq.seq_id, seq))
         if len(self._deadlines) > 2 * len(self) + SPARE:  # most no longer wait
             self._deadlines = list({entry for entry in self._deadlines if entry[2] in self})
             heapify(self._deadlines)
 
     def pop_expired(self, now: float) -> Sequence | None:
-        """A sequence that still waits at its deadline; None if there is none."""
+        """A sequence that still waits at its time; None if there is none."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, seq = heappop(self._deadlines)
             if seq in self:

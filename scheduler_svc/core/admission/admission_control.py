@@ -19,12 +19,11 @@ from scheduler_svc.core.errors import (
 )
 from scheduler_svc.core.messages import Counts, WorkerCapacity
 from scheduler_svc.core.policy import (
-    DEADLINE_FRACTION,
     Throughput,
     expected_tokens,
     first_token_wait_s,
     is_queue_full,
-    is_too_late,
+    late_by_s,
     virtual_arrival,
 )
 from scheduler_svc.core.sequence import SequenceGroup
@@ -166,7 +165,8 @@ class AdmissionControl:
         ahead = queue.tokens_ahead(slot, group.priority)
         own = len(group.prompt) + min(worker.backlog for worker in workers)
         paces = self._throughput.queue.per_s, self._throughput.prefill.per_s
-        if not is_too_late(first_token_wait_s(ahead, paces[0], own, paces[1]), timeout_s):
+        output_s = self._requests.output_s(group)
+        if late_by_s(first_token_wait_s(ahead, paces[0], own, paces[1]), output_s, timeout_s) <= 0:
             return
         digests: list[bytes] = []
         self._placement.extend_digests(digests, group.prompt, group)
@@ -177,13 +177,14 @@ class AdmissionControl:
         own_arrival = virtual_arrival(now, len(group.prompt) - num_cached, self._config.aging_tokens_per_s)
         ahead = queue.tokens_ahead(slot, group.priority, own_arrival)
         wait_s = first_token_wait_s(ahead, paces[0], own, paces[1])
-        if not is_too_late(wait_s, timeout_s):
+        late_s = late_by_s(wait_s, output_s, timeout_s)
+        if late_s <= 0:
             return
         self._counts.refused_deadline += 1
         raise UnreachableDeadlineError(
-            f"the deadline is in {timeout_s:.1f} s, but the first token would take about {wait_s:.1f} s; retry later "
-            "or set a later deadline",
-            retry_after_s=max(MIN_RETRY_S, wait_s - DEADLINE_FRACTION * timeout_s),
+            f"the deadline is in {timeout_s:.1f} s, but the first token would take about {wait_s:.1f} s and the output "
+            f"{output_s:.1f} s; retry later, set a later deadline or a lower max_tokens",
+            retry_after_s=max(MIN_RETRY_S, late_s),
         )
 
 

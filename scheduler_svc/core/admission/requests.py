@@ -11,7 +11,7 @@ from dataclasses import replace
 from scheduler_svc.core.admission.placement import Placement
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import Counts, Finished, MigrationReason
-from scheduler_svc.core.policy import Throughput, expected_tokens
+from scheduler_svc.core.policy import Throughput, expected_tokens, sure_output
 from scheduler_svc.core.sequence import (
     Completion,
     FinishReason,
@@ -102,6 +102,15 @@ class Requests:
         live = [seq for seq in group.sequences if not seq.is_finished]
         ends = [self.end(seq, reason, message=message, keep_forks=False) for seq in live]
         return [end for end in ends if end.sample_index < group.n]  # a gang may have more sequences than samples
+
+    def end_if_late(self, seq: Sequence, now: float) -> list[Finished]:
+        """End the request of a waiting sequence that cannot meet its deadline any more; else look again later."""
+        start_by = self.start_by(seq)  # measured again
+        if start_by > now:
+            self.waiting.add_deadline(seq, start_by)
+            return []
+        message = "the request cannot meet its deadline any more; retry later or set a later deadline"
+        return self.abort(seq.group.request_id, FinishReason.ABORTED, message)
 
     def end_failed(self, seq: Sequence, message: str) -> list[Finished]:
         """End a failed sequence, and all others of its gang."""
@@ -303,7 +312,24 @@ class Requests:
 
     def _enqueue(self, seq: Sequence) -> None:
         self._join_queue(seq)
-        self.waiting.add_deadline(seq)
+        if seq.group.deadline < math.inf:
+            self.waiting.add_deadline(seq, self.start_by(seq))
+
+    def output_s(self, group: SequenceGroup) -> float:
+        """Seconds that the output of a request will take at least, as far as that is measured."""
+        times = [worker.decode_s for worker in self._workers.values() if worker.decode_s is not None]
+        return sure_output(group, self._throughput.measured_output) * min(times, default=0.0)
+
+    def start_by(self, seq: Sequence) -> float:
+        """When a waiting sequence is too late: at its deadline if its request has begun or was accepted before, else
+        when its output could not be complete by then.
+        """
+        group, entry, prefill_per_s = seq.group, self.waiting.entry(seq), self._throughput.prefill.per_s
+        if any(not other.is_new for other in group.sequences):
+            return group.deadline
+        uncached = entry.num_tokens - entry.max_cached if entry is not None else 0
+        prompt_s = uncached / prefill_per_s if prefill_per_s else 0.0
+        return group.deadline - prompt_s - self.output_s(group)
 
 
 def _finished(seq: Sequence, reason: FinishReason, stop_token_id: int | None = None, message: str = "") -> Finished:

@@ -16,8 +16,8 @@ from scheduler_svc.core.policy import (
     final_blocks,
     first_token_wait_s,
     is_queue_full,
-    is_too_late,
     is_worth_leaving,
+    late_by_s,
     least_busy,
     placement_scores,
     places_near_best,
@@ -83,9 +83,9 @@ def test_what_is_not_known_costs_no_time() -> None:
 
 
 def test_a_first_token_at_the_deadline_is_too_late() -> None:
-    assert not is_too_late(7.9, 10.0)
-    assert is_too_late(8.1, 10.0)
-    assert not is_too_late(0.0, 0.0)
+    assert late_by_s(7.9, 0.0, 10.0) < 0 < late_by_s(8.1, 0.0, 10.0)
+    assert late_by_s(5.9, 4.0, 10.0) < 0 < late_by_s(6.1, 4.0, 10.0)
+    assert late_by_s(0.0, 0.0, 0.0) == 0
 
 
 def test_answers_are_expected_at_their_mean_length() -> None:

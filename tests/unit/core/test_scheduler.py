@@ -1,5 +1,7 @@
 """Rules of the Scheduler that transcripts do not show: refusals, failed rows, adoption, steady state."""
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 
@@ -393,6 +395,32 @@ def test_a_request_that_waits_past_its_deadline_is_never_computed() -> None:
     assert "deadline" in expired.message
     assert scheduler.take_expired().finished == []
     check_scheduler(scheduler)
+
+
+def test_few_requests_are_computed_beyond_their_deadline() -> None:
+    """Load of 1.3: half of the requests have 2 s, of which 100 outputs take 1 s."""
+    scheduler = make(num_blocks=1024, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=256)
+    rng, now = np.random.default_rng(3), 0.0
+    arrivals = np.cumsum(rng.exponential(1 / (1.3 * 14), 1100)).tolist()
+    fates = {"in time": 0, "beyond": 0, "not computed": 0}
+    while arrivals or scheduler.has_work:
+        while arrivals and arrivals[0] <= now:
+            arrivals.pop(0)
+            timeout_s = 2.0 if rng.random() < 0.5 else None
+            new = group(f"{len(arrivals)}", range(20), max_tokens=100, timeout_s=timeout_s)
+            with suppress(UnreachableDeadlineError):
+                scheduler.add_group(new, now)
+        batches = scheduler.schedule(now)
+        ends = scheduler.take_expired().finished
+        now += 0.01 + 0.00005 * sum(int(batch.query_lens.sum()) for batch in batches)
+        for batch in batches:
+            ends += scheduler.update(answer(batch), now).finished
+        for end in ends:
+            if end.group.timeout_s is not None:
+                is_in_time = now <= end.group.deadline
+                fates["not computed" if not end.num_output_tokens else "in time" if is_in_time else "beyond"] += 1
+    assert fates["beyond"] < 10
+    assert fates["in time"] > 300
 
 
 def drain_of_a_full_fleet(steps: int, step_s: float) -> tuple[Scheduler, list[int]]:
