@@ -59,19 +59,18 @@ class Lark:
             rest = self.add("rest", f"({comma} {one})? {rest}")
         return f"({' | '.join(found[::-1])})?" if found else ""
 
-    def add_text(self, marker: str, opener: str = "{") -> str:
-        """Add text that is not empty and does not contain the marker; without a marker, it does not begin with the
-        opener."""
+    def add_text(self, markers: Iterable[str], opener: str = "") -> str:
+        """Add text that is not empty, contains none of the markers and does not begin with the opener."""
         name = f"TEXT_{len(self._rules)}"
-        other = _without(marker) if marker else rf"~/[ \t\r\n]*\{opener}(?s:.*)/"
-        self._rules.append(f"{name}: /(?s:.+)/ & {other}")
+        self._rules.append(f"{name}: {_other_text('/(?s:.+)/', markers, opener)}")
         return name
 
-    def until(self, marker: str) -> str:
-        """Add any text up to and including the first occurrence of the marker."""
-        if self.token_id(marker) is None:
-            return self._add_before(marker, "/(?s:.*)/")
-        return f"{self.add_text(marker)}? {self.literal(marker)}"
+    def until(self, marker: str, others: Iterable[str] = (), opener: str = "") -> str:
+        """Add any text up to and including the first occurrence of the marker. It contains none of the other markers
+        and does not begin with the opener."""
+        if self._tokens.pattern and self._tokens.match(marker):
+            return f"{self.add_text((marker, *others), opener)}? {self.literal(marker)}"
+        return self._add_before(marker, _other_text("/(?s:.*)/", others, opener))
 
     def matching_until(self, marker: str, regexes: Sequence[str], *, may_be_empty: bool) -> str:
         """Add text that all regular expressions match, up to and including the marker."""
@@ -97,6 +96,12 @@ class Lark:
     def text(self, start: str) -> str:
         """The grammar."""
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+
+def _other_text(text: str, markers: Iterable[str], opener: str) -> str:
+    """Text that contains none of the markers and does not begin with the opener, if there is one."""
+    begun = [rf"~/[ \t\r\n]*\{opener}(?s:.*)/"] if opener else []
+    return " & ".join([text, *map(_without, markers), *begun])
 
 
 def _without(marker: str) -> str:

@@ -88,6 +88,8 @@ class _Writer:
 
     def __init__(self, lark: Lark, format: ToolFormat) -> None:
         self._lark = lark
+        self._bare: dict[str, str] = {}  # calls that are read without the marker before them: first text -> the rest
+        self._tails: list[str] = []  # the rest of a call, per tool
 
     @property
     def lead(self) -> str:
@@ -107,8 +109,11 @@ class _Writer:
 
     def calls_or_text(self, calls: str) -> str:
         """Any text, and the calls if they are not forced."""
-        before = self._lark.until(self.start) if self.start else ""
-        return f"({before} {calls} | {self._lark.add_text(self.start, self.opener)})?"
+        ways = {self.start: calls, **self._bare}
+        at_once = [ways.pop("")] if "" in ways else []
+        opener = self.opener if at_once else ""
+        later = (f"{self._lark.until(one, ways.keys() - {one}, opener)} {rule}" for one, rule in ways.items())
+        return f"({' | '.join([*at_once, *later, self._lark.add_text(ways, opener)])})?"
 
     def calls(self, body: str, *, is_parallel: bool) -> str:
         """All calls, without the marker before the first."""
@@ -149,7 +154,10 @@ class _Json(_Writer):
 
     def calls(self, body: str, *, is_parallel: bool) -> str:
         if not self._json.is_list:
-            return super().calls(body, is_parallel=is_parallel)
+            calls = super().calls(body, is_parallel=is_parallel)
+            if self._json.is_bare:
+                self._bare[self._json.start] = calls
+            return calls
         more = f"({self.separator} {body}){MORE}" if is_parallel else ""
         return f'{self._lark.literal(self._gap)} "[" {body} {more} "]" {self._lark.literal(self._json.block[1])}'
 
@@ -199,9 +207,16 @@ class _Xml(_Writer):
         parameters = [self._parameter(key, properties[key], schema) for key in ordered]
         optional = [p if key in required else f"({p})?" for key, p in zip(ordered, parameters, strict=True)]
         head, end = (one.replace("{name}", name) for one in self._xml.function)
-        if not self._xml.has_many:
-            head, end = self._gap + head, end + self._xml.block[1]
-        return f"{self._lark.literal(head)} {' '.join(optional)} {self._lark.literal(end)}"
+        gap, end = ("", end) if self._xml.has_many else (self._gap, end + self._xml.block[1])
+        rest = self._lark.literal(head.removeprefix(self._call))
+        tail = self._lark.add("tail", f"{rest} {' '.join(optional)} {self._lark.literal(end)}")
+        self._tails.append(tail)
+        return f"{self._lark.literal(gap + self._call)} {tail}"
+
+    @property
+    def _call(self) -> str:
+        """The text before the name of a tool."""
+        return self._xml.function[0].partition("{name}")[0]
 
     @property
     def _gap(self) -> str:
@@ -209,10 +224,13 @@ class _Xml(_Writer):
         return self._xml.block[0].removeprefix(self.start)
 
     def calls(self, body: str, *, is_parallel: bool) -> str:
-        if not self._xml.has_many:
-            return super().calls(body, is_parallel=is_parallel)
-        more = f"({body}){MORE}" if is_parallel else ""
-        return f"{self._lark.literal(self._gap)} {body} {more} {self._lark.literal(self._xml.block[1])}"
+        start, again, end = "", f"{self.separator} {self.lead} {body}", ""
+        if self._xml.has_many:
+            start, again, end = self._lark.literal(self._gap), body, self._lark.literal(self._xml.block[1])
+        more = f"({again}){MORE} {end}" if is_parallel else end
+        if self._call:
+            self._bare[self._call] = f"({' | '.join(self._tails)}) {more}"
+        return f"{start} {body} {more}"
 
     def _parameter(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
         head, end = self._lark.literal(self._xml.parameter[0].replace("{key}", key)), self._xml.parameter[1]
@@ -236,16 +254,21 @@ class _Marked(_Writer):
         self.start = self._marked.section[0]
 
     def body(self, name: str, schema: Mapping[str, Any]) -> str:
-        before, after = self._marked.call[0].split("{name}")
+        before, after = self._marked.call[0].removeprefix(self._marked.start).split("{name}")
         head = self._lark.literal(f"{before}{name}{after}")
         if self._marked.is_numbered:
             named = self._lark.literal(f"{before}functions.{name}:")
             head = f"{named} /[0-9]{{1,4}}/ {self._lark.literal(after)}"
-        return f"{head} {self._lark.add_json(_arguments(schema))} {self._lark.literal(self._marked.call[1])}"
+        arguments = self._lark.add_json(_arguments(schema))
+        tail = self._lark.add("tail", f"{head} {arguments} {self._lark.literal(self._marked.call[1])}")
+        self._tails.append(tail)
+        return f"{self._lark.literal(self._marked.start)} {tail}"
 
     def calls(self, body: str, *, is_parallel: bool) -> str:
         more = f"({self._lark.literal(self._marked.separator)} {body}){MORE}" if is_parallel else ""
-        return f"{body} {more} {self._lark.literal(self._marked.section[1])}"
+        rest = f"{more} {self._lark.literal(self._marked.section[1])}"
+        self._bare[self._marked.start] = f"({' | '.join(self._tails)}) {rest}"
+        return f"{body} {rest}"
 
 
 class _Gemma(_Writer):
@@ -281,7 +304,7 @@ class _Harmony(_Writer):
     def calls_or_text(self, calls: str) -> str:
         end, next_ = self._lark.until("<|end|>"), self._lark.literal("<|start|>assistant")
         before = f"({self._lark.literal(self.preamble)} {end} {next_})?"
-        return f"({before} {self.lead} {calls} | {self.content(self._lark.add_text('<|end|>'))})"
+        return f"({before} {self.lead} {calls} | {self.content(self._lark.add_text(['<|end|>']))})"
 
     def calls(self, body: str, *, is_parallel: bool) -> str:
         return body

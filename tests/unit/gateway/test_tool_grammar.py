@@ -269,6 +269,33 @@ def test_auto_accepts_text_before_valid_calls(name: str, has_tokens: bool) -> No
             assert case.accepts("I look it up.\n" + text)
 
 
+# Formats whose calls are read without the text at the start of their block: that text, and what is written instead.
+BARE = {
+    "qwen3_coder": ("<tool_call>\n", ""),
+    "minimax_m2": ("<minimax:tool_call>\n", ""),
+    "step3": ("<｜tool_calls_begin｜>\n", ""),
+    "deepseek_v31": ("<｜tool▁calls▁begin｜>", ""),
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>", ""),
+    "kimi_k2": ("<|tool_calls_section_begin|>", ""),
+    "llama3": ("", "<|python_tag|>"),
+}
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize("name", BARE)
+def test_auto_constrains_calls_without_their_block(name: str, has_tokens: bool) -> None:
+    case = Case(name, has_tokens=has_tokens, needs_call=False)
+    block, begin = BARE[name]
+    for text in VALID[name]:
+        bare = f"Sure.\n{begin}{text.removeprefix(block)}"
+        assert case.accepts(bare)
+        items = parse(case.format, bare, tools=SCHEMAS)
+        assert [item.name for item in items] == ["", *names_in(text)]
+        for wrong in (bare.replace("city", "town"), bare.replace("=to>", "=at>"), bare.replace("clock", "weather")):
+            for cut in {wrong, wrong.removesuffix("\n</tool_call>")} - {bare, bare.removesuffix("\n</tool_call>")}:
+                assert not case.accepts(cut), cut
+
+
 @pytest.mark.parametrize("has_tokens", [True, False])
 @pytest.mark.parametrize("begun", [True, False])
 def test_reasoning_is_free(begun: bool, has_tokens: bool) -> None:
