@@ -106,7 +106,9 @@ class JsonWebTokens:
                 leeway=expected.leeway_s,
                 options={"require": ["exp", "iss", "aud"]},
             )
-        except jwt.PyJWTError as error:
+            float(claims["exp"])
+            f"{claims.get('sub')}{claims.get(expected.tenant_claim)}".encode()  # may be half of a surrogate pair
+        except (jwt.PyJWTError, OverflowError, UnicodeEncodeError, RecursionError) as error:
             raise UnauthenticatedError(self._words_of(error, key)) from None
         return claims
 

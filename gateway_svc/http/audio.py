@@ -44,6 +44,7 @@ GRANULARITIES = "timestamp_granularities[]"
 SERVED = ("file", "model", "language", "prompt", "response_format", "temperature", "stream", GRANULARITIES)
 MAX_PARTS = 64
 MAX_VALUE_BYTES = 64 << 10  # limit for a field that is no file
+MAX_HEAD_BYTES = 16 << 10  # limit for the header of a part
 BOUNDARY = re.compile(r"boundary=(?:\"([^\"]{1,70})\"|([^\s;,]{1,70}))", re.IGNORECASE)
 NAME = re.compile(rb"(?:^|;)\s*name=\"([^\"]*)\"", re.IGNORECASE)
 FILE_NAME = re.compile(rb";\s*filename\*?=", re.IGNORECASE)
@@ -310,6 +311,8 @@ def parse_form(data: bytes, content_type: str) -> MultipartForm:
 
 def _add(form: MultipartForm, part: bytes) -> None:
     head, separator, content = part.partition(b"\r\n\r\n")
+    if len(head) > MAX_HEAD_BYTES:
+        raise invalid("body", f"has a part with a header of {len(head)} bytes; at most {MAX_HEAD_BYTES} are allowed")
     line = next((line for line in head.split(b"\r\n") if line.lower().startswith(b"content-disposition:")), b"")
     found = NAME.search(line)
     if not separator or found is None:

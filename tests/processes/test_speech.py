@@ -197,6 +197,12 @@ def test_a_file_of_any_bytes_ends_with_an_answer() -> None:
         assert set(found) in ({"error"}, {"error", "ends", "data"})
 
 
+def test_a_stream_that_changes_its_rate_is_refused() -> None:
+    data = encoded(tone(2, 0.3), "mp3") + encoded(tone(2, 0.3), "mp3", rate=44_100)
+    found = audio_process.answer({"data": data, "rate": RATE, "max_samples": 10 * RATE, "max_part": RATE})
+    assert "cannot be decoded after" in found["error"]
+
+
 async def test_long_speech_is_divided_and_has_segments(stack: tuple[Stack, list[Service], AsyncClient, str]) -> None:
     services, _, client, url = stack
     samples = np.concatenate([tone(seed, 1.5) for seed in range(3)])

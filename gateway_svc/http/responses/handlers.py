@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -12,6 +13,7 @@ from contextlib import aclosing
 from quire.internal.v1 import record_pb2, scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 
 MAX_LISTED = 100
 DEFAULT_LISTED = 20
+INTEGER = re.compile("-?[0-9]{1,18}")
 
 
 class ResponsesHandlers:
@@ -130,7 +133,7 @@ class ResponsesHandlers:
         query = request.query_params
         if query.get("order", "desc") != "asc":
             items = items[::-1]
-        limit = _number(query.get("limit"), "limit", DEFAULT_LISTED, 1, MAX_LISTED)
+        limit = _number(query, "limit", DEFAULT_LISTED, 1, MAX_LISTED)
         ids = [item["id"] for item in items]
         start = ids.index(query["after"]) + 1 if query.get("after") in ids else 0
         page = items[start : start + limit]
@@ -366,21 +369,19 @@ def _id_of(request: Request) -> str:
 def _stream_of(request: Request) -> tuple[bool, int]:
     """`stream` and `starting_after` of a query."""
     query = request.query_params
-    stream, after = query.get("stream", "false").lower(), query.get("starting_after")
+    stream = query.get("stream", "false").lower()
     if stream not in ("true", "false", "1", "0"):
         raise invalid("stream", f"is {stream[:80]!r}; must be true or false")
-    return stream in ("true", "1"), _number(after, "starting_after", -1, -1, 2**53)
+    return stream in ("true", "1"), _number(query, "starting_after", -1, -1, 2**53)
 
 
-def _number(text: str | None, name: str, default: int, low: int, high: int) -> int:
-    if text is None or text == "":
+def _number(query: QueryParams, name: str, default: int, low: int, high: int) -> int:
+    given = ", ".join(query.getlist(name))
+    if not given:
         return default
-    try:
-        number = int(text)
-    except ValueError:
-        number = low - 1
+    number = int(given) if INTEGER.fullmatch(given) else low - 1
     if not low <= number <= high:
-        raise invalid(name, f"is {text[:80]!r}; must be an integer from {low} to {high}")
+        raise invalid(name, f"is {given[:80]!r}; must be an integer from {low} to {high}")
     return number
 
 

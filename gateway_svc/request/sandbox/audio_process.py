@@ -67,6 +67,8 @@ def decoded(data: bytes, rate: int, max_samples: int) -> I16:
         if not frames:
             raise BadAudioError(f"is not audio in a known format ({error.strerror})") from None
         raise BadAudioError(f"is damaged after {num_samples / rate:.1f} s ({error.strerror})") from None
+    except ValueError as error:  # PyAV's, if a stream changes its rate or channels
+        raise BadAudioError(f"cannot be decoded after {num_samples / rate:.1f} s ({error})") from None
     if not frames:
         raise BadAudioError("has no samples")
     return np.concatenate(frames)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway_svc.http.audio import MAX_PARTS, MAX_VALUE_BYTES, MultipartForm, parse_form
+from gateway_svc.http.audio import MAX_HEAD_BYTES, MAX_PARTS, MAX_VALUE_BYTES, MultipartForm, parse_form
 from svc_common.errors import InvalidRequestError
 
 TYPE = 'multipart/form-data; boundary="--B o"'
@@ -39,6 +39,7 @@ def test_a_repeated_field_has_its_last_value() -> None:
         (body(('name="a"', b"1"))[:-6], TYPE, "is cut off"),
         (body(('filename="a"', b"1")), TYPE, "a part without a name"),
         (body(('name="a"', b"1")).replace(b"\r\n\r\n", b"\r\n"), TYPE, "a part without a name"),
+        (body((f'name="a"\r\n{"a" * MAX_HEAD_BYTES}', b"1")), TYPE, f"at most {MAX_HEAD_BYTES} are allowed"),
         (body(*[('name="a"', b"1")] * (MAX_PARTS + 1)), TYPE, f"more than {MAX_PARTS} parts"),
         (body(('name="a"', b"1" * (MAX_VALUE_BYTES + 1))), TYPE, f"a has {MAX_VALUE_BYTES + 1} bytes"),
     ],

@@ -289,7 +289,10 @@ async def test_a_failed_answer_ends_with_an_event(http: HttpGateway, scheduler: 
     assert (status, answer["error"]["message"]) == (500, "bad luck")
 
 
-@pytest.mark.parametrize("query", ["stream=maybe", "stream=true&starting_after=x", "stream=true&starting_after=-2"])
+NUMBERS = ("x", "-2", "%D9%A3", "+1", "1_0", "9" * 5000, "1&starting_after=2")
+
+
+@pytest.mark.parametrize("query", ["stream=maybe", *(f"stream=true&starting_after={number}" for number in NUMBERS)])
 async def test_wrong_queries_are_refused(stored: HttpGateway, query: str) -> None:
     assert (await stored.get(f"{PATH}/resp_1?{query}"))[0] == 400
 

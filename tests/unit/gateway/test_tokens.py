@@ -98,6 +98,9 @@ REFUSED = [
     ("tenant of a subject", lambda i: i.token(tenant="sub:bob"), "claim tenant is not the name of a tenant"),
     ("text", lambda i: "a.b.c", "not a JSON web token"),
     ("deep header", lambda i: deep(), "not a JSON web token"),
+    ("far expiry", lambda i: i.token(exp=10**1000), "malformed"),
+    ("half a surrogate as tenant", lambda i: i.token(tenant="\ud800"), "malformed"),
+    ("half a surrogate as subject", lambda i: i.token(sub="\udfff"), "malformed"),
     ("long", lambda i: "e" * (MAX_TOKEN_CHARS + 1), f"at most {MAX_TOKEN_CHARS} are accepted"),
 ]
 
