@@ -334,6 +334,15 @@ def adopted_blocks_stay_empty(patch: Patch) -> None:
     patch.setattr(FreeList, "remove", lambda self, numbers: None)
 
 
+@bug("leaks|are free|no progress|which another open row has|evicts a block before", first_seed=38)
+def cached_blocks_lost_when_their_queue_is_compacted(patch: Patch) -> None:
+    def remove(original: Any, self: LruQueue) -> None:
+        original(self)
+        self._tail = max(0, self._tail - 1)
+
+    wrap(patch, LruQueue, "_remove_stale", remove)
+
+
 # -- cache groups ------------------------------------------------------------------------------------------------------
 
 
@@ -398,6 +407,32 @@ def blocks_of_a_group_never_come_back(patch: Patch) -> None:
 @bug("beam|is replaced by|reads the wrong content|writes into|which another open row has", has_groups=True)
 def beam_keeps_its_blocks_of_a_group(patch: Patch) -> None:
     patch.setattr(WindowGroup, "take_over", lambda self, rows, parents: None)
+
+
+@bug("blocks were requested, but .* are free|no progress|bug in the scheduler", has_groups=True, first_seed=5)
+def search_admitted_without_rows_of_its_group(patch: Patch) -> None:
+    patch.setattr(WindowGroup, "could_run", lambda self, group: True)
+
+
+@bug("group .: row . (reads|starts)|leaks|holds the wrong content|a cache group lost", has_groups=True, first_seed=18)
+def group_adopts_its_neighbours_blocks(patch: Patch) -> None:
+    def adopt(original: Any, self: WindowGroup, blocks: list[Any]) -> None:
+        first, size = self._first_id, self.pool.num_blocks
+        moved = [
+            replace(one, block_id=first + (one.block_id - first + 1) % size) if one.block_id >= first else one
+            for one in blocks
+        ]
+        original(self, moved)
+
+    wrap(patch, WindowGroup, "adopt", adopt)
+
+
+@bug("group .: row . reads|leaks . blocks of a group", has_groups=True, first_seed=31)
+def group_frees_behind_drafts_that_may_be_rejected(patch: Patch) -> None:
+    def give(original: Any, self: WindowGroup, rows: Any, least: Any, lasts: Any) -> None:
+        original(self, rows, lasts, lasts)
+
+    wrap(patch, WindowGroup, "_give_blocks", give)
 
 
 # -- the prefix cache --------------------------------------------------------------------------------------------------
@@ -1112,6 +1147,80 @@ def block_of_a_group_freed_during_a_read(patch: Patch) -> None:
         return ids
 
     wrap(patch, WindowGroup, "lend", lend)
+
+
+@bug("was given away while it is read|sample from a state", has_moves=True, first_seed=138)
+def lent_snapshot_evicted(patch: Patch) -> None:
+    def take(original: Any, self: Snapshots, *args: Any) -> int | None:
+        lent, self._lent = self._lent, type(self._lent)()
+        try:
+            return original(self, *args)
+        finally:
+            self._lent = lent
+
+    wrap(patch, Snapshots, "_take_slot", take)
+
+
+@bug(
+    "takes snapshots in slots|sample from a state|starts after .* tokens from the snapshot",
+    has_moves=True,
+    first_seed=6,
+)
+def slot_of_a_moved_snapshot_stays_free(patch: Patch) -> None:
+    def receive(original: Any, self: Snapshots, extras: Any, num_arrived: int) -> None:
+        before = set(self.kept)
+        original(self, extras, num_arrived)
+        self._free += [self.kept[digest].slot for digest in self.kept.keys() - before]
+
+    wrap(patch, Snapshots, "receive", receive)
+
+
+@bug(
+    "group .: (row . (reads|gets new block|opens)|writes into)|which is in use|ref counts|leaks",
+    has_moves=True,
+    has_groups=True,
+)
+def block_of_a_group_free_during_a_fetch(patch: Patch) -> None:
+    def reserve(original: Any, self: WindowGroup, *args: Any) -> list[int]:
+        ids = original(self, *args)
+        self.pool.free(self._own(ids))
+        return ids
+
+    def receive(original: Any, self: WindowGroup, extras: Any, num_arrived: int) -> None:
+        self.pool.share(self._own([extra.block_id for extra in extras]))
+        original(self, extras, num_arrived)
+
+    wrap(patch, WindowGroup, "reserve", reserve)
+    wrap(patch, WindowGroup, "receive", receive)
+
+
+# -- conversations -----------------------------------------------------------------------------------------------------
+
+
+@bug("evicts a block before the blocks that continue it", has_operators=True, first_seed=38)
+def superseded_turn_evicted_from_its_head(patch: Patch) -> None:
+    def keep(original: Any, pool: BlockManager, *args: Any, **how: Any) -> None:
+        pool._kept_depth *= -1
+        original(pool, *args, **how)
+
+    wrap(patch, BlockManager, "keep", keep)
+
+
+@bug(
+    "which another open row has|which is in use|wrong content|evicts a block before the blocks",
+    has_operators=True,
+    first_seed=227,
+)
+def superseded_turn_freed_while_it_is_read(patch: Patch) -> None:
+    def keep(original: Any, pool: BlockManager, blocks: Any, conversation: int, *, supersedes: bool) -> None:
+        left = np.setdiff1d((pool._kept_by == conversation).nonzero()[0], blocks)
+        before, used = pool._clock, left[pool.refs[left] > 0]
+        original(pool, blocks, conversation, supersedes=supersedes)
+        if supersedes and pool._clock > before and len(used):
+            pool.refs[used] = 0
+            pool._put_back(used)
+
+    wrap(patch, BlockManager, "keep", keep)
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------
