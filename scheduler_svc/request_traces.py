@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from scheduler_svc.core.messages import Finished
-from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
 from step_protocol.messages import StepBatch
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ class SampleTrace:
 
     opened_at: float | None = None  # first row
     worker_id: str = ""  # of the newest row
-    num_moves: int = 0
     lost_at: float | None = None  # while it waits for a row again
 
 
@@ -98,7 +97,6 @@ class RequestTraces:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._open: dict[int, GroupTrace] = {}  # by id(group)
-        self._num_moves = 0  # of all sequences of the scheduler, at the last check
 
     @property
     def is_active(self) -> bool:
@@ -124,17 +122,12 @@ class RequestTraces:
         if (trace := self._open.pop(id(group), None)) is not None:
             trace.span.end(now, error=code)
 
-    def record_moves(self, num_moves: int, now: float) -> None:
-        """`num_moves`: sequences that lost their row so far, of all requests. Finds those that are traced."""
-        if num_moves == self._num_moves:
-            return
-        self._num_moves = num_moves
-        for trace in self._open.values():
-            for sequence in trace.group.sequences:
+    def record_moves(self, requeued: Iterable[Sequence], now: float) -> None:
+        """Sequences lost their row."""
+        for sequence in requeued:
+            if (trace := self._open.get(id(sequence.group))) is not None:
                 sample = trace.sample(sequence.sample_index)
-                if sequence.num_preemptions > sample.num_moves:
-                    sample.num_moves = sequence.num_preemptions
-                    sample.lost_at = now if sample.lost_at is None else sample.lost_at
+                sample.lost_at = now if sample.lost_at is None else sample.lost_at
 
     def record_steps(self, batches: Iterable[StepBatch], now: float) -> None:
         """Rows were opened."""

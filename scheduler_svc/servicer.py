@@ -14,6 +14,7 @@ from quire.v1 import rollouts_pb2, types_pb2
 
 from prefix_index.index import PrefixIndex
 from scheduler_svc.gateways.streams import Gateways
+from scheduler_svc.history import history_to_proto
 from scheduler_svc.other_schedulers import OtherSchedulers, lend
 from scheduler_svc.status import PoolSnapshots, describe
 from scheduler_svc.step_loop import StepLoop
@@ -35,6 +36,7 @@ CALLERS = {
         "AbortRequests": "gateway",
         "GetSchedulerStatus": "gateway",
         "GetPools": "gateway",
+        "GetHistory": "gateway",
         "AddAdapter": "gateway",
         "RemoveAdapter": "gateway",
         "GetAdapters": "gateway",
@@ -75,6 +77,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._snapshots = PoolSnapshots(parts.step_loop, time.monotonic)
         self._trust = trust
         self.address = ""
+        self._unix_offset = time.time() - time.monotonic()
+
+    def _to_unix(self, at: float) -> float:
+        """The Unix time of a time of the event loop."""
+        return at + self._unix_offset
 
     async def Attach(
         self, request_iterator: AsyncIterator[scheduler_pb2.AttachRequest], context: Context
@@ -165,6 +172,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.GetPoolsRequest, context: Context
     ) -> scheduler_pb2.GetPoolsResponse:
         return self._snapshots.newest(request.worker_ids)
+
+    async def GetHistory(
+        self, request: scheduler_pb2.GetHistoryRequest, context: Context
+    ) -> scheduler_pb2.GetHistoryResponse:
+        return history_to_proto(self._parts.step_loop.events, self._to_unix)
 
     async def InspectScheduler(
         self, request: scheduler_pb2.InspectSchedulerRequest, context: Context

@@ -29,6 +29,8 @@ from scheduler_svc.core.messages import CachedBlock, Deltas, WorkerCapacity, spl
 from scheduler_svc.core.policy import TierKind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
+from scheduler_svc.core.sequence import Sequence as QueuedSequence
+from scheduler_svc.history import Events
 from scheduler_svc.metrics import SchedulerTimes
 from scheduler_svc.refusals import RETRY_NO_WORKER_S, RETRY_STOPPING_S, RetryAdvice, refusal_from
 from scheduler_svc.request_traces import RequestTraces, log_finished, log_queued
@@ -138,6 +140,7 @@ class StepLoop:
         self._advice = RetryAdvice()
         self._is_stopped = False
         self.times = SchedulerTimes()
+        self.events = Events()
 
     # -- gateways -----------------------------------------------------------------------------------------------------
 
@@ -304,8 +307,6 @@ class StepLoop:
         for apply in inbox:
             apply()
         is_traced = self._traces is not None and self._traces.is_active
-        if is_traced:
-            self._record_moves()
         batches = self.core.schedule(self._now)
         if self._reaching:
             self._settle_holds()
@@ -322,8 +323,9 @@ class StepLoop:
                 self.lenders.search(search)
             for lent in self.core.moves.take_read():
                 self.lenders.give_back(lent)
+        if requeued := self.core.take_requeued():
+            self._record_requeued(requeued)
         if is_traced:
-            self._record_moves()
             self._record_steps(batches)
         self._produce(self.core.take_expired())
         due_at = min(self.core.patience_ends_at, self.core.changes_due_at)
@@ -336,9 +338,11 @@ class StepLoop:
         if changes := self.core.take_prefix_events():
             self._index.publish(changes)
 
-    def _record_moves(self) -> None:
+    def _record_requeued(self, requeued: list[QueuedSequence]) -> None:
+        for sequence in requeued:
+            self.events.add(self._now, f"sequences queued again: {sequence.requeue_reason}", count=1)
         if self._traces is not None:
-            self._traces.record_moves(self.core.num_requeued, self._now)
+            self._traces.record_moves(requeued, self._now)
 
     def _record_steps(self, batches: Sequence[StepBatch]) -> None:
         if self._traces is not None:
@@ -356,6 +360,8 @@ class StepLoop:
         for finished in deltas.finished:
             group = finished.group
             log_finished(finished, self._now)
+            if finished.reason is FinishReason.ERROR:
+                self.events.add(self._now, "samples ended with an error", is_bad=True, count=1)
             if group.is_finished:
                 self._requests.pop((group.owner, group.handle), None)
                 self._advice.record_end(self._now)
@@ -388,6 +394,7 @@ class StepLoop:
             self._add(group)
         except QuireError as error:
             self.times.refusals[error.code.name] += 1
+            self.events.add(self._now, f"requests refused: {error.code.name}", count=1)
             self._record_refused(group, error.code.name)
             link.reply(group.handle, error)
         except Exception:
@@ -463,6 +470,7 @@ class StepLoop:
             self._core_for(facts).add_worker(capacity, blocks, next_step_id)
         except (SchedulerError, ValueError) as error:
             log.error("worker %s is refused: %s", link.worker_id, error)
+            self.events.add(self._now, f"worker {link.worker_id} is refused: {error}", is_bad=True)
             link.close(str(error))
             return
         except Exception as error:  # MemoryError too: one worker must not end the scheduler
@@ -470,6 +478,7 @@ class StepLoop:
             link.close(f"the scheduler failed to add the worker: {type(error).__name__}; see the scheduler's log")
             return
         self._workers[link.worker_id] = link
+        self.events.add(self._now, f"worker {link.worker_id} joined")
         self._index.register_worker(link.worker_id, link.worker_epoch, link.address)
 
     def _core_for(self, facts: ModelFacts) -> Scheduler:
@@ -509,6 +518,7 @@ class StepLoop:
             return
         self.core.drain_worker(link.worker_id, timeout_s)
         self._draining.add(link.worker_id)
+        self.events.add(self._now, f"worker {link.worker_id} is draining")
 
     def _apply_adapters(self, link: WorkerLink, digests: frozenset[bytes]) -> None:
         if self._workers.get(link.worker_id) is link:
@@ -566,6 +576,8 @@ class StepLoop:
 
     def _change_weights(self, facts: ModelFacts, change: WeightsChange, core: Scheduler) -> int:
         self._facts = facts
+        words = f"weights have version {change.version}"
+        self.events.add(self._now, f"{words}, revision {change.revision}" if change.revision else words)
         for link in self._gateways.values():
             link.change_weights(change)
         return core.change_weights(facts.root_salt, keeps_kv=change.keeps_kv)
@@ -577,6 +589,10 @@ class StepLoop:
     def _drop_worker(self, link: WorkerLink, reason: str) -> None:
         """Remove the worker from the core. Its sequences wait for another worker."""
         del self._workers[link.worker_id]
+        is_lost = link.worker_id not in self._draining
+        num_rows = self.core.worker_stats(link.worker_id).rows_used
+        words = f"is lost: {reason}; sequences to move: {num_rows}" if is_lost else f"left: {reason}"
+        self.events.add(self._now, f"worker {link.worker_id} {words}", is_bad=is_lost)
         self._draining.discard(link.worker_id)
         self.core.remove_worker(link.worker_id)
         self._index.forget(link.worker_id, link.worker_epoch)

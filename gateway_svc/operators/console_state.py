@@ -12,11 +12,12 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.operators.scheduler_calls import get_pools
+from gateway_svc.operators.scheduler_calls import get_history, get_pools
 from gateway_svc.schedulers.directory import ModelDirectory
 from svc_common.observe.metrics import quire_version
 
 MIN_INTERVAL_S = 0.2
+Key = frozenset[str] | str  # workers, or "history"
 MAX_POOLS = 8  # limit for one page, unless it asks for no workers
 
 
@@ -26,7 +27,7 @@ class ConsoleState:
     def __init__(self, status: Callable[[], Awaitable[pb.GetStatusResponse]], directory: ModelDirectory) -> None:
         self._status = status
         self._directory = directory
-        self._newest: dict[frozenset[str], tuple[float, bytes]] = {}  # by workers
+        self._newest: dict[Key, tuple[float, bytes]] = {}
         self._reading = asyncio.Lock()
 
     async def newest(self, worker_ids: Iterable[str] = ()) -> bytes:
@@ -34,14 +35,26 @@ class ConsoleState:
         names are those of the protocol.
         """
         wanted = frozenset(islice(worker_ids, MAX_POOLS))
+        return await self._kept(wanted, lambda: self._read(wanted))
+
+    async def history(self) -> bytes:
+        """The events of all schedulers, as JSON."""
+        return await self._kept("history", self._read_history)
+
+    async def _kept(self, key: Key, read: Callable[[], Awaitable[object]]) -> bytes:
         async with self._reading:
             now = time.monotonic()
             self._newest = {key: made for key, made in self._newest.items() if now - made[0] < MIN_INTERVAL_S}
-            if wanted not in self._newest:
-                self._newest[wanted] = now, await self._read(wanted)
-            return self._newest[wanted][1]
+            if key not in self._newest:
+                self._newest[key] = now, json.dumps(await read(), separators=(",", ":")).encode()
+            return self._newest[key][1]
 
-    async def _read(self, worker_ids: frozenset[str]) -> bytes:
+    async def _read_history(self) -> object:
+        clients = self._directory.clients
+        found = await asyncio.gather(*map(get_history, clients))
+        return [{"address": client.address, **_plain(past)} for client, past in zip(clients, found, strict=True)]
+
+    async def _read(self, worker_ids: frozenset[str]) -> object:
         clients = self._directory.clients
         status, pools = await asyncio.gather(
             self._status(), asyncio.gather(*(get_pools(client, worker_ids) for client in clients))
@@ -49,7 +62,7 @@ class ConsoleState:
         schedulers = [
             {**_plain(scheduler), **_plain(state)} for scheduler, state in zip(status.schedulers, pools, strict=True)
         ]
-        state = {
+        return {
             "version": quire_version(),
             "time": time.time(),
             "open_streams": status.open_streams,
@@ -57,7 +70,6 @@ class ConsoleState:
             "pins_by_owner": [_plain(pins) for pins in status.pins_by_owner],
             "schedulers": schedulers,
         }
-        return json.dumps(state, separators=(",", ":")).encode()
 
 
 def _plain(message: Message) -> dict[str, object]:

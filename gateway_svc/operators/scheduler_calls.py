@@ -30,6 +30,14 @@ async def get_pools(client: SchedulerClient, worker_ids: Collection[str]) -> pb.
         return pb.GetPoolsResponse()
 
 
+async def get_history(client: SchedulerClient) -> pb.GetHistoryResponse:
+    """The past of a scheduler; nothing if it does not answer in time."""
+    try:
+        return await client.stub.GetHistory(pb.GetHistoryRequest(), timeout=STATUS_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        return pb.GetHistoryResponse()
+
+
 async def inspect(
     client: SchedulerClient, kind: public.InspectKind.ValueType, worker_id: str, seconds: float, hz: int
 ) -> bytes:

@@ -540,10 +540,12 @@ class Scheduler:
         """The current load: waiting and running sequences, pending tokens."""
         return load_of(self._requests, self._workers.values())
 
-    @property
-    def num_requeued(self) -> int:
-        """See `Counts.num_requeued`."""
-        return self._counts.num_requeued
+    def take_requeued(self) -> list[Sequence]:
+        """Sequences that lost their row since the last call, with their `requeue_reason`. Some may run again, or have
+        ended.
+        """
+        requeued, self._requests.requeued = self._requests.requeued, []
+        return requeued
 
     def worker_stats(self, worker_id: str) -> WorkerStats:
         """Occupancy of one worker. The worker must have joined."""

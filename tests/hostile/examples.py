@@ -155,6 +155,7 @@ def _streams() -> dict[str, list[list[Message]]]:
         "AbortRequests": [[scheduler_pb2.AbortRequestsRequest(request_ids=[REQUEST_ID, "b"])]],
         "GetSchedulerStatus": [[scheduler_pb2.GetSchedulerStatusRequest()]],
         "GetPools": [[scheduler_pb2.GetPoolsRequest()]],
+        "GetHistory": [[scheduler_pb2.GetHistoryRequest()]],
         "InspectScheduler": [[scheduler_pb2.InspectSchedulerRequest(kind=pb.INSPECT_KIND_PROFILE, seconds=0.1)]],
         "Lease": [[worker_pb2.LeaseRequest(scheduler_epoch=5, scheduler_id="example", protocol_version=1)]],
         "StepStream": [[worker_pb2.StepStreamRequest(batch=step_batch(), then=[step_batch(step_id=2)])]],

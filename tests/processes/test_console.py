@@ -311,6 +311,9 @@ import("/console/fleet.js").then(({ Fleet }) => {
   const state = (number) => [{ address: "10.0.0.1:50051", model: "qwen", revision: "0123456789abcdef", connected: true,
     prefix_index: "redis", num_gateways: 3, preemptions: String(2 * number), refused_deadline: "0",
     workers: [...Array(100).keys()].map((i) => worker(i, i === 7 && number ? "LOST" : "READY")) }];
+  fleet.addEvents("10.0.0.1:50051", [{ at: 990, text: "worker pool-a-007 is lost", is_bad: true, count: 0 }]);
+  fleet.addEvents("10.0.0.1:50051", [{ at: 990, text: "worker pool-a-007 is lost", is_bad: true, count: 0 },
+    { at: 991, text: "sequences queued again: lost", is_bad: false, count: 7 }]);
   const began = performance.now();
   for (let number = 0; number < 10; number++) fleet.update(1000 + number, state(Math.min(number, 1)));
   window.fleet = fleet;
@@ -335,9 +338,8 @@ def test_a_fleet_of_a_hundred_workers_can_be_sorted_and_filtered(open_console: C
         assert len(workers_in(browser)) == 100
         assert "lost 8 s ago, 7 sequences moved" in workers_in(browser)[7]
         assert not any("undefined" in row for row in workers_in(browser))
-        events = text_of(browser, "#events")
-        assert "pool-a-007 is lost, 7 sequences moved" in events
-        assert "2 sequences preempted or moved" in events
+        events = [item.text for item in browser.find_elements(By.CSS_SELECTOR, "#events li span")]
+        assert events == ["7 sequences queued again: lost", "worker pool-a-007 is lost"], "the newest first, each once"
         blocks = browser.find_elements(By.CSS_SELECTOR, "#workers th button")[5]
         blocks.click()
         blocks.click()
@@ -363,9 +365,12 @@ def test_a_lost_worker_stays_with_what_happened(tmp_path: Path) -> None:
             wait_for(
                 "the loss", lambda: any("lost" in row and "1 sequence moved" in row for row in workers_in(browser))
             )
-            assert f"{console.worker.name} is lost" in text_of(browser, "#events")
+            wait_for("the event", lambda: f"worker {console.worker.name} is lost" in text_of(browser, "#events"))
             console.worker.start()
             wait_for("its return", lambda: any("ready" in row for row in workers_in(browser)))
+        browser.refresh()
+        wait_for("the events of before", lambda: "is lost" in text_of(browser, "#events"))
+        assert text_of(browser, "#events").count(f"worker {console.worker.name} joined") == 2
 
 
 @needs_browser()

@@ -2,6 +2,7 @@
 
     /console/            the page and its files: constant, without data, so they need no key
     /console/api/state   the state; needs a key of operators, if there are keys. ?worker=ID&worker=ID: with their pools
+    /console/api/history the events; needs the same key
     everything else      the HTTP API, for the playground; needs a key for inference, if there are keys
 
 The page sends keys in a header, never in cookies, so that no other page can use them.
@@ -26,6 +27,7 @@ from svc_common.calls import RpcStats
 
 FOLDER = "/console/"
 STATE = "/console/api/state"
+HISTORY = "/console/api/history"
 HEADERS = {
     # No inline code and no other host: text of models and clients cannot become code.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -46,6 +48,9 @@ def console_app(
     async def console_state(request: Request) -> Response:
         return Response(await state.newest(request.query_params.getlist("worker")), media_type="application/json")
 
+    async def console_history(request: Request) -> Response:
+        return Response(await state.history(), media_type="application/json")
+
     async def console_file(request: Request) -> Response:
         name = request.url.path.removeprefix(FOLDER) or "index.html"
         return Response(assets[name], media_type=mimetypes.guess_type(name)[0])
@@ -57,6 +62,7 @@ def console_app(
     starts = ["/", FOLDER.rstrip("/")]
     routes = [
         Route(STATE, console_state, methods=["GET"]),
+        Route(HISTORY, console_history, methods=["GET"]),
         *(Route(path, console_file, methods=["GET"]) for path in paths),
         *(Route(path, console_start, methods=["GET"]) for path in starts),
     ]

@@ -56,6 +56,7 @@ class Requests:
         self._counts = counts
         self.costs = Costs()
         self.preempted: list[tuple[Sequence, WorkerState, Refusal | None]] = []  # not in the queue yet
+        self.requeued: list[Sequence] = []  # for observers; `Scheduler.take_requeued` empties it
         self.admits_new = True  # else only sequences that have begun are schedulable
         self._next_seq_id = 0
         self._no_worker_since = math.inf  # inf until `give_up` sets it
@@ -236,6 +237,7 @@ class Requests:
             self._counts.num_preemptions += 1
         else:
             self._counts.migrations[migration] += 1
+        self.requeued.append(seq)
         self._enqueue(seq)
 
     def requeue_all(self, worker: WorkerState, migration: MigrationReason) -> int:

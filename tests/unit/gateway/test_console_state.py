@@ -24,6 +24,7 @@ class Client:
     def __init__(self) -> None:
         self.num_calls = 0
         self.asked: list[str] = []
+        self.address = "s:1"
 
     @property
     def stub(self) -> Client:
@@ -35,6 +36,13 @@ class Client:
         await asyncio.sleep(0)
         pool = scheduler_pb2.PoolState(worker_id="w", num_blocks=3, blocks_per_cell=1, states=bytes([0, 2, 3]))
         return scheduler_pb2.GetPoolsResponse(pools=[pool])
+
+    async def GetHistory(
+        self, request: scheduler_pb2.GetHistoryRequest, timeout: float
+    ) -> scheduler_pb2.GetHistoryResponse:
+        self.num_calls += 1
+        await asyncio.sleep(0)
+        return scheduler_pb2.GetHistoryResponse(events=[scheduler_pb2.SchedulerEvent(at=5.0, text="worker w joined")])
 
 
 async def status() -> pb.GetStatusResponse:
@@ -70,6 +78,10 @@ async def test_many_pages_cause_one_call(monkeypatch: pytest.MonkeyPatch) -> Non
     assert client.num_calls == 2
     await asyncio.gather(*(state.newest(["b", "a"]) for _ in range(10)), state.newest(["a", "b"]))
     assert (client.num_calls, client.asked) == (3, ["a", "b"])
+    found = await asyncio.gather(*(state.history() for _ in range(10)))
+    assert client.num_calls == 4
+    (scheduler,) = json.loads(found[0])
+    assert (scheduler["address"], scheduler["events"][0]["text"]) == ("s:1", "worker w joined")
 
 
 def test_the_page_has_no_inline_code_and_no_other_hosts() -> None:

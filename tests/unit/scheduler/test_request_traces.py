@@ -64,8 +64,8 @@ def test_a_sequence_that_lost_its_worker(tracer: Tracer, exporter: InMemorySpanE
     traces.begin(group, 0.0)
     assert group.traceparent != PARENT, "rows are children of the scheduler's span"
     traces.record_steps(opened(group, "a"), 1.0)
-    group.sequences[0].num_preemptions, group.sequences[0].requeue_reason = 1, "lost"
-    traces.record_moves(1, 3.0)
+    group.sequences[0].requeue_reason = "lost"
+    traces.record_moves(group.sequences, 3.0)
     traces.record_steps(opened(group, "b"), 3.5)
     traces.record_ends(ended(group, FinishReason.LENGTH, 5), lambda *_: 2.0, 6.0)
     spans = spans_of(exporter)
@@ -80,8 +80,7 @@ def test_a_sequence_that_ends_while_it_waits_for_a_worker(tracer: Tracer, export
     traces, group = RequestTraces(tracer), traced_group()
     traces.begin(group, 0.0)
     traces.record_steps(opened(group, "a"), 1.0)
-    group.sequences[0].num_preemptions = 1
-    traces.record_moves(1, 2.0)
+    traces.record_moves(group.sequences, 2.0)
     traces.record_ends(ended(group, FinishReason.ERROR, 0), lambda *_: None, 9.0)
     spans = spans_of(exporter)
     assert {name for name, span in spans.items() if not span.status.is_ok} == {"move", "prefill", "schedule"}

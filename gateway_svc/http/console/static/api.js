@@ -33,6 +33,11 @@ export async function readState(workers) {
   return (await checked(response)).json();
 }
 
+export async function readHistory() {
+  const response = await fetch("/console/api/history", { headers: headers(keys.operator), cache: "no-store" });
+  return (await checked(response)).json();
+}
+
 export async function readModels() {
   const response = await fetch("/v1/models", { headers: headers(keys.inference || keys.operator) });
   return (await (await checked(response)).json()).data.map((model) => model.id);

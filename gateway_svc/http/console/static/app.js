@@ -1,6 +1,6 @@
 // The page: asks for the state twice per second while it is visible, and hands it to its parts.
 
-import { ApiError, keys, readState } from "./api.js";
+import { ApiError, keys, readHistory, readState } from "./api.js";
 import { Counters, draw, Series } from "./charts.js";
 import { colour, make } from "./draw.js";
 import { Fleet } from "./fleet.js";
@@ -10,6 +10,7 @@ import { Lanes } from "./sequences.js";
 
 const INTERVAL_MS = 500;
 const RETRY_MS = 2000;
+const HISTORY_MS = 2000;
 const field = (id) => document.getElementById(id);
 
 const counters = new Counters();
@@ -19,6 +20,7 @@ const pools = new PoolBoard(field("pools"));
 const playground = new Playground();
 const fleet = new Fleet();
 let models = "";
+let historyAt = -HISTORY_MS;
 
 function total(schedulers, name) {
   return schedulers.reduce((sum, scheduler) => sum + Number(scheduler[name] ?? 0), 0);
@@ -103,6 +105,10 @@ function show(state) {
   field("connection").textContent = away ? `${away} of ${state.schedulers.length} schedulers not connected` : "live";
 }
 
+function showHistory(schedulers) {
+  for (const { address, events } of schedulers) fleet.addEvents(address, events);
+}
+
 function askForKeys(error) {
   if (!(error instanceof ApiError) || ![401, 403].includes(error.status) || field("keys").open) return;
   field("keys-note").textContent = `${error.message}. Keys are kept in this tab only.`;
@@ -113,6 +119,10 @@ async function poll() {
   if (document.hidden) return setTimeout(poll, RETRY_MS);
   let pause = INTERVAL_MS;
   try {
+    if (performance.now() - historyAt >= HISTORY_MS) {
+      showHistory(await readHistory());
+      historyAt = performance.now();
+    }
     show(await readState(fleet.wanted()));
   } catch (error) {
     field("connection").className = "";

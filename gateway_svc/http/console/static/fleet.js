@@ -1,12 +1,11 @@
-// The fleet: all schedulers, a table of all workers with sort and filter, and what has changed between two states.
+// The fleet: all schedulers, a table of all workers with sort and filter, and the events that the schedulers keep.
 
 import { make } from "./draw.js";
 
 const MAX_POOLS = 4; // drawn without a choice; with more workers, the page asks for the pools of the chosen ones
 const MAX_CHOSEN = 8;
 const KEEP_ROWS = 4;
-const MAX_EVENTS = 60;
-const JOIN_S = 10; // equal events within this time are one
+const MAX_EVENTS = 200;
 const RATE_S = 2;
 const field = (id) => document.getElementById(id);
 const stateOf = (worker) => worker.state.replace("WORKER_STATE_", "").toLowerCase();
@@ -72,7 +71,7 @@ export class Fleet {
     this.rows = new Map();
     this.chosen = new Set();
     this.drawn = new Set();
-    this.events = [];
+    this.events = new Map();
     this.order = { column: 0, isDown: false };
     this.showHead();
     field("filter").addEventListener("input", () => this.show());
@@ -93,14 +92,13 @@ export class Fleet {
   }
 
   update(time, schedulers) {
-    const isFirst = !this.schedulers.size;
     const seen = new Set();
     for (const scheduler of schedulers) {
-      this.compare(time, scheduler, isFirst);
+      this.compare(time, scheduler);
       for (const info of scheduler.workers) {
         const key = `${scheduler.address}/${info.worker_id}`;
         seen.add(key);
-        this.see(time, key, scheduler, info, isFirst);
+        this.see(time, key, scheduler, info);
       }
       if (!scheduler.connected) for (const key of this.keysOf(scheduler.address)) seen.add(key); // not known
     }
@@ -112,70 +110,54 @@ export class Fleet {
     return [...this.workers].filter(([, worker]) => worker.address === address).map(([key]) => key);
   }
 
-  see(time, key, scheduler, info, isFirst) {
+  see(time, key, scheduler, info) {
     const worker = this.workers.get(key) ?? new Worker(info.worker_id, scheduler.address);
     const before = worker.state;
     this.workers.set(key, worker);
     worker.update(time, scheduler, info);
-    if (isFirst || before === worker.state) return;
     if (worker.state === "lost" && !before) this.workers.delete(key); // lost before the page saw it
-    else if (worker.state === "lost") this.add(time, `${worker.id} is lost, ${plural(worker.rowsAtLoss, "sequence")} moved`, true);
-    else this.add(time, `${worker.id} ${before ? "is" : "joined,"} ${worker.state}`);
   }
 
   // A lost worker stays in the table; one that was drained does not.
   leave(time, key, worker) {
     worker.now = time;
     if (worker.state === "lost") return;
-    if (worker.state === "draining") {
-      this.workers.delete(key);
-      this.add(time, `${worker.id} has left`);
-    } else {
-      worker.lose(time);
-      this.add(time, `${worker.id} is lost, ${plural(worker.rowsAtLoss, "sequence")} moved`, true);
-    }
+    if (worker.state === "draining") this.workers.delete(key);
+    else worker.lose(time);
   }
 
-  // Events of a scheduler: its connection, revision and counters.
-  compare(time, scheduler, isFirst) {
+  // A scheduler without a connection keeps what it was.
+  compare(time, scheduler) {
     const before = this.schedulers.get(scheduler.address);
-    this.schedulers.set(scheduler.address, scheduler);
-    const name = `scheduler ${scheduler.address}`;
-    if (isFirst) return;
-    if (!before) return this.add(time, `${name} joined`);
-    if (before.connected !== scheduler.connected)
-      this.add(time, `${name} is ${scheduler.connected ? "connected" : "not connected"}`, !scheduler.connected);
-    if (!scheduler.connected) return this.schedulers.set(scheduler.address, { ...before, connected: false });
-    if (before.revision && scheduler.revision && before.revision !== scheduler.revision)
-      this.add(time, `${name} serves revision ${scheduler.revision.slice(0, 12)}`);
-    this.count(time, "preempted or moved", scheduler.preemptions - before.preemptions, "sequence");
-    this.count(time, "refused: its deadline cannot be met", scheduler.refused_deadline - before.refused_deadline, "request");
-  }
-
-  count(time, words, number, noun) {
-    if (!(number > 0)) return;
-    const last = this.events[0];
-    if (last?.words === words && time - last.time < JOIN_S) {
-      this.events.shift();
-      number += last.number;
+    this.schedulers.set(scheduler.address, scheduler.connected ? scheduler : { ...before, ...scheduler, connected: false });
+    if (before && before.connected !== scheduler.connected) {
+      const text = `scheduler is ${scheduler.connected ? "connected" : "not connected"}`;
+      this.addEvents(scheduler.address, [{ at: time, text, is_bad: !scheduler.connected, count: 0 }]);
     }
-    this.events.unshift({ time, words, number, text: `${plural(number, noun)} ${words}` });
   }
 
-  add(time, text, isBad = false) {
-    this.events.unshift({ time, text, isBad });
-    this.events.length = Math.min(this.events.length, MAX_EVENTS);
+  // Events of a scheduler, which may be known. Those of its earlier processes stay.
+  addEvents(address, events) {
+    for (const event of events) this.events.set(`${address} ${event.at} ${event.text}`, { ...event, address });
+    if (this.events.size <= MAX_EVENTS) return;
+    this.events = new Map([...this.events].sort(([, one], [, other]) => one.at - other.at).slice(-MAX_EVENTS));
   }
 
   show() {
     this.showSchedulers();
     this.showWorkers();
-    const items = this.events.map(({ time, text, isBad }) => {
-      const item = make("li", "", isBad ? "bad" : "");
-      item.append(make("time", new Date(1000 * time).toLocaleTimeString([], { hour12: false })), make("span", text));
+    this.showEvents();
+  }
+
+  showEvents() {
+    const newest = [...this.events.values()].sort((one, other) => other.at - one.at);
+    const items = newest.map(({ at, address, text, is_bad, count }) => {
+      const item = make("li", "", is_bad ? "bad" : "");
+      const words = `${count ? `${count} ` : ""}${text}${this.schedulers.size > 1 ? ` (${address})` : ""}`;
+      item.append(make("time", new Date(1000 * at).toLocaleTimeString([], { hour12: false })), make("span", words));
       return item;
     });
-    field("events").replaceChildren(...(items.length ? items : [make("li", "nothing has changed since the page was opened")]));
+    field("events").replaceChildren(...(items.length ? items : [make("li", "no events")]));
   }
 
   showSchedulers() {
