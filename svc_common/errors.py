@@ -86,6 +86,10 @@ class UnavailableError(QuireError):
     http_status = 503
 
 
+class RecordsUnavailableError(UnavailableError):
+    """The storage of request records cannot be used now."""
+
+
 class DeadlineError(QuireError):
     code = grpc.StatusCode.DEADLINE_EXCEEDED
     http_status = 408

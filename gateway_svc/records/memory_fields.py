@@ -59,9 +59,6 @@ class MemoryFields:
     async def close(self) -> None:
         self._records.clear()
 
-    async def answers(self) -> bool:
-        return True
-
     async def create(
         self, record_id: str, request: bytes, run: str, *, shared_id: str = "", limits: RecordLimits = NO_LIMITS
     ) -> bool:

@@ -30,7 +30,7 @@ from gateway_svc.records.store import (
     Update,
     owner_of,
 )
-from svc_common.errors import UnavailableError
+from svc_common.errors import RecordsUnavailableError
 from svc_common.redis.connect import call_errors, connect
 from svc_common.redis.server import Availability, RedisServer, problem_of
 
@@ -194,13 +194,6 @@ class RedisFields:
     async def close(self) -> None:
         await self._redis.aclose()
 
-    async def answers(self) -> bool:
-        try:  # a full or read-only Redis answers a ping
-            await self._call(self._redis.set(f"{self._prefix}probe", b"", px=1))
-        except UnavailableError:
-            return False
-        return True
-
     async def create(
         self, record_id: str, request: bytes, run: str, *, shared_id: str = "", limits: RecordLimits = NO_LIMITS
     ) -> bool:
@@ -299,7 +292,7 @@ class RedisFields:
                 answer = await call
         except call_errors() as error:
             self._server.went_down(error)
-            raise UnavailableError(
+            raise RecordsUnavailableError(
                 f"Redis, which keeps the records of requests, {problem_of(error)[0]}; retry later",
                 retry_after_s=RETRY_S,
             ) from None

@@ -108,15 +108,12 @@ def owner_of(record_id: str) -> str:
 
 
 class RecordFields(Protocol):
-    """Stores the fields of records. Methods raise UnavailableError if the storage does not answer.
+    """Stores the fields of records. Methods raise RecordsUnavailableError if the storage does not answer.
 
     `max_bytes` limits a record: output above it is not stored.
     """
 
     max_bytes: int
-
-    async def answers(self) -> bool:
-        """Whether the storage can be used now."""
 
     async def create(
         self, record_id: str, request: bytes, run: str, *, shared_id: str = "", limits: RecordLimits = NO_LIMITS
@@ -164,7 +161,7 @@ class RecordFields(Protocol):
 
 
 class RecordStore:
-    """Reads and writes records. Methods raise UnavailableError if the storage does not answer."""
+    """Reads and writes records. Methods raise RecordsUnavailableError if the storage does not answer."""
 
     def __init__(
         self,
@@ -176,7 +173,7 @@ class RecordStore:
         self._fields = fields
         self._limits = limits
         self._cipher = cipher or NoCipher()
-        self.answers, self.claim = fields.answers, fields.claim
+        self.claim = fields.claim
         self.delete, self.close = fields.delete, fields.close
         self.is_open, self.pin = fields.is_open, fields.pin
         self.num_pinned, self.lifetimes = fields.num_pinned, fields.lifetimes

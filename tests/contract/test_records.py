@@ -21,7 +21,7 @@ from gateway_svc.records.cipher import Cipher, RecordKeyError, UnreadableValueEr
 from gateway_svc.records.memory_fields import MemoryFields
 from gateway_svc.records.redis_fields import RedisFields
 from gateway_svc.records.store import RecordLimits, RecordStore, Update
-from svc_common.errors import InvalidRequestError, OverloadedError, UnavailableError
+from svc_common.errors import InvalidRequestError, OverloadedError, RecordsUnavailableError
 from svc_common.security import reread
 from tests.processes.redis_server import RedisServer
 
@@ -260,13 +260,12 @@ async def test_calls_fail_with_unavailable_while_redis_is_down(
     store = make_redis_store()
     redis_server.stop()
     try:
-        assert not await store.answers()
         for call in (store.load("r"), store.create("r", CONTENT, "run"), store.claim("r", "run", by_force=True)):
-            with pytest.raises(UnavailableError, match="does not answer"):
+            with pytest.raises(RecordsUnavailableError, match="does not answer"):
                 await call
     finally:
         redis_server.start()
-    assert await store.answers()
+    await store.create("r", CONTENT, "run")
 
 
 async def test_a_full_redis_keeps_no_records(make_redis_store: MakeStore, redis_server: RedisServer) -> None:
@@ -274,10 +273,11 @@ async def test_a_full_redis_keeps_no_records(make_redis_store: MakeStore, redis_
     with redis_server.client() as redis:
         redis.config_set("maxmemory", 1)
         try:
-            assert not await store.answers()
+            with pytest.raises(RecordsUnavailableError, match="refuses a call"):
+                await store.create("r", CONTENT, "run")
         finally:
             redis.config_set("maxmemory", 0)
-    assert await store.answers()
+    await store.create("r", CONTENT, "run")
 
 
 async def test_records_in_memory_make_room_for_new_ones() -> None:

@@ -33,7 +33,7 @@ from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.records.store import StoredRecord, Update
 from gateway_svc.request.validation import REQUEST_ID
 from gateway_svc.schedulers.directory import ModelDirectory
-from svc_common.errors import ContextLengthError, NotFoundError, UnavailableError
+from svc_common.errors import ContextLengthError, NotFoundError, RecordsUnavailableError, UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +71,18 @@ class ResponsesHandlers:
         request.scope["names"] = asked.names
         mark_conversation(request, [asked.request])
         self._directory.find_text(asked.request.model).require_tokenizer("input")
-        is_stored = await self._is_stored(asked)
+        is_stored = self._is_stored(asked)
         response_id = f"resp_{secrets.token_hex(24)}"
         record_request_id(response_id)
         await self._add_conversation(asked)
+        try:
+            return await self._answer(response_id, asked, is_stored=is_stored)
+        except RecordsUnavailableError:
+            if asked.store or asked.is_background:
+                raise
+            return await self._answer(response_id, asked, is_stored=False)
+
+    async def _answer(self, response_id: str, asked: ResponseBody, *, is_stored: bool) -> Response | EventStream:
         run = self._new_run(response_id, asked, is_stored=is_stored)
         try:
             await run.begun()
@@ -162,7 +170,7 @@ class ResponsesHandlers:
 
     # -- creating -----------------------------------------------------------------------------------------------------
 
-    async def _is_stored(self, asked: ResponseBody) -> bool:
+    def _is_stored(self, asked: ResponseBody) -> bool:
         """Whether to keep a record. Raises if the request requires a record and this gateway keeps none."""
         if asked.is_background and asked.store is False:
             raise invalid("background", "is true, but store is false; a background response must be stored")
@@ -170,7 +178,7 @@ class ResponsesHandlers:
             return False
         if asked.store or asked.is_background:
             return self._generation.recorder is not None  # raises if this gateway keeps no records
-        return self._generation.keeps_records and await self._generation.recorder.records.answers()
+        return self._generation.keeps_records
 
     async def _add_conversation(self, asked: ResponseBody) -> None:
         """Put the previous response's conversation and the instructions in front of the input."""

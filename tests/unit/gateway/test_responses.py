@@ -221,6 +221,13 @@ async def test_a_response_without_store_is_answered_while_redis_is_lost(
     stored: HttpGateway, scheduler: FakeScheduler, redis_server: RedisServer
 ) -> None:
     scheduler.play(IDS)
+    assert (await stored.post(PATH, {"input": "hello"}))[2]["store"] is True
+    with redis_server.client() as redis:
+        assert "cmdstat_set" not in redis.info("commandstats")  # nothing is written but the record
+        redis.config_set("maxmemory", 1)
+        status, _, answer = await stored.post(PATH, {"input": "hello"})
+        redis.config_set("maxmemory", 0)
+    assert (status, answer["store"]) == (200, False)
     redis_server.stop()
     try:
         status, _, answer = await stored.post(PATH, {"input": "hello"})
