@@ -37,6 +37,7 @@ from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from gateway_svc.servicer import SessionServicer, make_servicer
+from gateway_svc.text.chat_format import ParserNames
 from svc_common.calls import Admit
 from svc_common.connections import ConnectionLimits
 from svc_common.memory import Intake, MemoryLimit
@@ -316,11 +317,12 @@ class TestGateway:
         isolates_tenants: bool = False,
         on_call: Any = None,
         limits: Any = None,
+        tool_parsers: Sequence[str] = (),
     ) -> None:
-        bundles = BundleCache()
+        options: Any = {"bundles": BundleCache(), "open_channel": open_channel}
+        parsers = ParserNames.from_flags(tool_parsers, ())
         self.clients = [
-            SchedulerClient(address, gateway_id="test", bundles=bundles, open_channel=open_channel)
-            for address in addresses
+            SchedulerClient(address, gateway_id="test", parsers=parsers, **options) for address in addresses
         ]
         self.dispatcher = Dispatcher(self.clients, patience_s=patience_s)
         self.directory = ModelDirectory(self.clients)

@@ -7,15 +7,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.http.openai.answers import delta_of
+from gateway_svc.text.chat_output import ChatFormat, parse
+from gateway_svc.text.tool_formats import TOOL_FORMATS
 from tests.chat_templates import CLOCK, TEMPLATES, WEATHER
 from tests.unit.gateway.fakes import EOS, STOP, FakeScheduler, TestGateway
 from tests.unit.gateway.test_chat_streams import ANSWER, encode, serving
 from tests.unit.gateway.test_http import HttpGateway
+from tests.unit.gateway.test_tool_grammar import SCHEMAS, VALID, names_in
 
 USER: Any = [{"role": "user", "content": "Rain?"}]
 TOOLS: Any = [WEATHER, CLOCK]
@@ -80,6 +84,66 @@ async def test_a_call_that_a_stop_string_cuts_ends_as_stop() -> None:
     assert (whole.finish_reason, whole.stop_reason) == ("stop", "Ulm")
     assert chunks[-1].choices[0].finish_reason == "stop"
     assert whole.message.tool_calls[0].function.arguments == '{"city": "'
+
+
+FORMATS = {name: texts[-1] for name, texts in VALID.items()} | {
+    "openai": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>'
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+async def test_stock_clients_read_the_calls_of_a_format_at_every_split(name: str) -> None:
+    text, flat = FORMATS[name], [{"name": tool, "parameters": schema} for tool, schema in SCHEMAS.items()]
+    ids = encode(text)
+    expected = [(item.name, item.text) for item in parse(ChatFormat(None, TOOL_FORMATS[name]), text, tools=SCHEMAS)]
+    assert [name for name, _ in expected] == names_in(text)
+
+    def split(submit: Any) -> None:
+        """Cut each of several samples after another token, and a single one after every token."""
+        many = submit.sampling.n > 1
+        for i, token in enumerate(ids):
+            scheduler.send(submit.handle, ids[: i + 1] if many else [token], sample=many * i, offset=0 if many else i)
+        for i in range(len(ids)) if many else [len(ids) - 1]:
+            scheduler.finish(submit.handle, EOS, ids=[*ids[i + 1 :], 1], offset=i + 1, sample=many * i)
+
+    def calls_of(choice: Any) -> list[tuple[str, str]]:
+        assert choice.finish_reason == "tool_calls"
+        return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+
+    def of_message(message: anthropic.types.Message) -> list[tuple[str, str]]:
+        assert message.stop_reason == "tool_use"
+        return [(one.name, json.dumps(one.input)) for one in message.content if one.type == "tool_use"]
+
+    def of_response(response: Any) -> list[tuple[str, str]]:
+        return [(item.name, item.arguments) for item in response.output]
+
+    async with (
+        serving(tool_parsers=[name]) as (gateway, scheduler),
+        HttpGateway(gateway) as http,
+        http.openai() as client,
+        anthropic.AsyncAnthropic(base_url="http://{}:{}".format(*http.server.address), api_key="unused") as other,
+    ):
+        chat: Any = {"messages": USER, "tools": [{"type": "function", "function": tool} for tool in flat]}
+        message: Any = {"messages": USER, "max_tokens": 999}
+        message["tools"] = [{"name": tool["name"], "input_schema": tool["parameters"]} for tool in flat]
+        response: Any = {"input": "Rain?", "store": False, "tools": [{"type": "function", **tool} for tool in flat]}
+        response["tools"] = [{**tool, "strict": False} for tool in response["tools"]]
+        scheduler.play([*ids, 1], EOS)
+        found = [
+            calls_of((await client.chat.completions.create(model="demo", **chat)).choices[0]),
+            of_message(await other.messages.create(model="demo", **message)),
+            of_response(await client.responses.create(model="demo", **response)),
+        ]
+        scheduler.on_submit = split
+        async with client.chat.completions.stream(model="demo", n=len(ids), **chat) as chunks:
+            found += map(calls_of, (await chunks.get_final_completion()).choices)
+        async with other.messages.stream(model="demo", **message) as events:
+            found.append(of_message(await events.get_final_message()))
+        async with client.responses.stream(model="demo", **response) as events:
+            found.append(of_response(await events.get_final_response()))
+    assert len(found) == len(ids) + 5
+    for one in found:
+        assert [(tool, json.loads(text)) for tool, text in one] == [(tool, json.loads(text)) for tool, text in expected]
 
 
 async def test_events_have_no_character_at_which_clients_split_lines() -> None:
