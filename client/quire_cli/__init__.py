@@ -46,3 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader closed the pipe (quire generate ... | head); the interpreter must not flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        complain(str(error))
+        return 1

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_cli.output import complain, write
-from quire_cli.stack.plan import Plan, SetupError, make_plan
+from quire_cli.stack.plan import Plan, SetupError, make_log_dir, make_plan, writing_to
 from quire_cli.stack.reporters import JsonReporter, Reporter, TextReporter
 from quire_cli.stack.running import RunningStack, is_serving
 from quire_cli.stack.supervisor import Service, Stack, StartFailedError
@@ -25,15 +25,21 @@ POLL_S = 0.1
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.detach:
-        return _detach(args)
+    try:
+        return _detach(args) if args.detach else _run(args)
+    except SetupError as error:
+        complain(str(error))
+        return 1
+
+
+def _run(args: argparse.Namespace) -> int:
     reporter = JsonReporter() if args.json else TextReporter()
+    if args.ready_file:
+        with writing_to("ready-file", Path(args.ready_file)):
+            tempfile.TemporaryFile(dir=Path(args.ready_file).parent).close()
     try:
         plan = make_plan(args, reporter.note)
         return asyncio.run(_serve(plan, args, reporter))
-    except (SetupError, OSError) as error:
-        complain(str(error))
-        return 1
     finally:
         if args.ready_file:
             Path(args.ready_file).unlink(missing_ok=True)
@@ -41,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _detach(args: argparse.Namespace) -> int:
     """Run the same command in a session of its own, and show its output until it serves or ends."""
-    log_dir = Path(args.log_dir or tempfile.mkdtemp(prefix="quire-"))
-    log_dir.mkdir(parents=True, exist_ok=True)
+    log_dir = make_log_dir(args.log_dir)
     words = [word for word in sys.argv[1:] if word != "--detach"]
     command = [sys.executable, "-P", "-m", "quire_cli", *words, "--log-dir", str(log_dir)]
     with (log_dir / "up.log").open("w+") as output:

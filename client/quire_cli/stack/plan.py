@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -77,9 +78,9 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> P
     others = free_ports(args.schedulers + args.workers, excluded=[*ports, *http_ports])
     schedulers = [f"127.0.0.1:{port}" for port in others[: args.schedulers]]
     devices = _devices_each(args, visible_gpus() if args.backend == "cuda" else [])
-    log_dir = Path(args.log_dir or tempfile.mkdtemp(prefix="quire-"))
-    log_dir.mkdir(parents=True, exist_ok=True)
-    trust = make_trust(log_dir, args.host, args.api_key, has_tls=args.tls)
+    log_dir = make_log_dir(args.log_dir)
+    with writing_to("log-dir", log_dir):
+        trust = make_trust(log_dir, args.host, args.api_key, has_tls=args.tls)
     specs = [
         *(_scheduler_spec(name, address, args) for name, address in _named("scheduler", schedulers)),
         *(
@@ -109,6 +110,23 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> P
     target = ",".join(f"{_reachable(args.host)}:{port}" for port in ports)
     urls = tuple(f"{'https' if args.tls else 'http'}://{_reachable(args.host)}:{port}/v1" for port in http_ports)
     return Plan(tuple(specs), target, args.model_name, notes, log_dir, not args.log_dir, urls, trust)
+
+
+def make_log_dir(folder: str | None) -> Path:
+    """The folder of --log-dir, or a temporary one. Raises SetupError."""
+    log_dir = Path(folder or tempfile.mkdtemp(prefix="quire-"))
+    with writing_to("log-dir", log_dir):
+        log_dir.mkdir(parents=True, exist_ok=True)
+    return log_dir
+
+
+@contextmanager
+def writing_to(flag: str, path: Path) -> Iterator[None]:
+    """Raise an OSError of the block as a SetupError that names the flag."""
+    try:
+        yield
+    except OSError as error:
+        raise SetupError(f"--{flag} {path}: {error.strerror or error}; choose a folder that can be written") from None
 
 
 def _named(kind: str, items: Sequence[T]) -> Iterator[tuple[str, T]]:

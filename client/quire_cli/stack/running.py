@@ -36,7 +36,9 @@ class RunningStack:
     def update(self, **facts: Any) -> None:
         """Change facts of the entry."""
         self._facts |= facts
-        if self._file is not None:
+        if self._file is None:
+            return
+        with suppress(OSError):
             self._file.seek(0)
             self._file.write(json.dumps(self._facts))
             self._file.truncate()
@@ -45,7 +47,8 @@ class RunningStack:
     def close(self) -> None:
         if self._file is not None:
             self._path.unlink(missing_ok=True)
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
 
 
 def running() -> list[dict[str, Any]]:

@@ -140,7 +140,7 @@ def read_image(image: Image | bytes | str | PathLike[str], option: str) -> Image
     """An image from bytes, a path or a data: URL. Raises InvalidRequest."""
     try:
         return Image.of(image)
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise invalid(option, f"{option}: the image cannot be read: {error}") from None
 
 

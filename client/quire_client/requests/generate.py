@@ -83,9 +83,9 @@ def _set_field(message: ProtoMessage, field: Field, options: Mapping[str, Any]) 
     name, option = field.name, field.option
     value = options[option]
     if field.kind is Kind.BLOBS:
-        _extend(message, name, [read_image(image, option).data for image in value], option)
+        _extend(message, name, [read_image(image, option).data for image in _list(value, option)], option)
     elif field.kind in LISTS:
-        _extend(message, name, [value] if isinstance(value, str) else value)
+        _extend(message, name, _list(value, option))
     elif field.kind in (Kind.BIASES, Kind.COUNTS):
         _update(message, name, value)
     elif field.kind is Kind.ENUM:
@@ -94,6 +94,14 @@ def _set_field(message: ProtoMessage, field: Field, options: Mapping[str, Any]) 
         setattr(message, name, _schema_text(value))
     else:
         assign(message, name, options, option)
+
+
+def _list(value: Any, option: str) -> Iterable[Any]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, Iterable):
+        raise invalid(option, f"{option}={repr(value)[:MAX_CHARS_SHOWN]} is not a valid value: must be a list")
+    return value
 
 
 def resume_request(request_id: str, after: int | Mapping[int, int]) -> pb.ResumeRequest:

@@ -435,6 +435,13 @@ def test_a_value_outside_its_type_is_refused_with_the_range(client, option):
         client.generate("a", **{option: -1})
 
 
+@pytest.mark.parametrize("option", ["stop", "stop_token_ids", "bad_words", "choice", "images"])
+def test_a_value_that_is_no_list_is_named(client, option):
+    with pytest.raises(InvalidRequest, match=f"^{option}=5 is not a valid value: must be a list$") as caught:
+        client.generate("x", **{option: 5})
+    assert caught.value.field_violations[0].field == option
+
+
 def test_invalid_error_details_are_ignored():
     play = failing(grpc.StatusCode.UNIMPLEMENTED, "beam_width", (("grpc-status-details-bin", b"\xff\xff\x07"),))
     with pytest.raises(Unimplemented, match="beam_width") as caught:

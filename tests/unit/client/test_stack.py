@@ -572,6 +572,24 @@ def astuple(spec):
 # The stacks of this machine
 
 
+@pytest.mark.parametrize("flags", [["--log-dir"], ["--detach", "--log-dir"], ["--ready-file"]])
+def test_a_folder_that_cannot_be_written_is_named_by_its_flag(tmp_path, capsys, flags):
+    path = tmp_path / "file" / "inside"
+    path.parent.write_text("")
+    assert cli.main(["up", "--port", "0", *flags, str(path)]) == 1
+    words = capsys.readouterr().err.splitlines()[-1]
+    assert words == f"quire: error: {flags[-1]} {path}: Not a directory; choose a folder that can be written"
+
+
+def test_a_full_disk_is_named_by_its_flag(model, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plans, "make_trust", full)
+    with pytest.raises(plans.SetupError, match=f"--log-dir {tmp_path}: No space left on device"):
+        plan("--model", model, "--log-dir", str(tmp_path))
+
+
 def test_a_stack_is_listed_while_its_process_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert running.running() == []
