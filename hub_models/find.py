@@ -148,16 +148,15 @@ def _not_cached(model: HubModel, cache: Path, cached: Path | None) -> str:
     return f"{model} is incomplete in the local cache: {cached} has no {', '.join(missing_files(cached))}"
 
 
-def _download_failed(model: HubModel, cache: Path, cached: Path | None, error: Exception) -> str:
-    kind, text = type(error).__name__, " ".join(str(error).split())
-    start = f"{_not_cached(model, cache, cached)}, and the download failed"
+def _download_failed(model: HubModel, cache: Path, cached: Path | None, error: BaseException) -> str:
+    kind, start = type(error).__name__, f"{_not_cached(model, cache, cached)}, and the download failed"
     if kind == "GatedRepoError":
         return f"{start}: access to {model.repo} is restricted; request it on the model's page and set HF_TOKEN"
     if kind == "RepositoryNotFoundError":
         return f"{start}: the Hub has no model {model.repo}, or it is private; check the name, or set HF_TOKEN"
     if kind == "RevisionNotFoundError":
         return f"{start}: {model.repo} has no revision {model.revision}"
-    return (
-        f"{start} ({kind}: {text[:300]}). Without access to the Hub, copy the model's folder to this machine and use "
-        "--model FOLDER, or set HF_HUB_CACHE to a cache that has it"
-    )
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    words = f"{type(error).__name__}: {' '.join(str(error).split()).partition('. ')[0][:100]}"
+    return f"{start} (from {_endpoint()}: {words}); use --model FOLDER, or set HF_HUB_CACHE to a cache that has it"
