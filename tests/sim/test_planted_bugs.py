@@ -26,7 +26,7 @@ from scheduler_svc.core.features.beam_search import BeamSearch
 from scheduler_svc.core.features.beams import BeamRows
 from scheduler_svc.core.features.block_moves import BlockMoves
 from scheduler_svc.core.features.cache_groups import WindowGroup
-from scheduler_svc.core.features.inputs import Inputs
+from scheduler_svc.core.features.inputs import InputRows, Inputs
 from scheduler_svc.core.features.snapshots import Kept, Snapshots, Taken
 from scheduler_svc.core.messages import MigrationReason
 from scheduler_svc.core.rows import BlockTables, DecodeRun, RowTable
@@ -902,6 +902,17 @@ def last_token_of_a_prompt_planned_as_a_decode(patch: Patch) -> None:
         return rows[todo == 1], rows[todo > 1]
 
     wrap(patch, StepPlanner, "_split_by_stage", split)
+
+
+@bug("gets an input whose positions are computed")
+def forks_carry_the_inputs_of_their_prompt(patch: Patch) -> None:
+    def open_row(original: Any, self: InputRows, seq: Sequence, opened: Any, plan: StepPlan) -> None:
+        original(self, seq, opened, plan)
+        found = seq.group.features.find(Inputs)
+        if found is not None and opened.fork_of_row is not None:
+            opened.inputs = found.after(0)
+
+    wrap(patch, InputRows, "open", open_row)
 
 
 # -- snapshots ---------------------------------------------------------------------------------------------------------

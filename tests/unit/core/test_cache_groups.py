@@ -7,11 +7,9 @@ from collections import deque
 import numpy as np
 import pytest
 
-from prefix_index.hashing import group_digest
-from request_fields.beams import BeamParams, EarlyStopping
 from request_fields.sizes import blocks_before, blocks_of_row
 from scheduler_svc.core.features.cache_groups import WindowGroup
-from scheduler_svc.core.messages import CachedBlock, CacheGroup, WorkerCapacity
+from scheduler_svc.core.messages import CacheGroup, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from step_protocol.messages import StepBatch, StepOutput
 from tests.builders import make_capacity, make_group, make_scheduler
@@ -85,17 +83,6 @@ def test_a_block_is_freed_exactly_when_no_token_attends_to_it(window: int) -> No
         answer(scheduler, batch)
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_samples_share_and_copy_the_blocks_of_a_group(depth: int) -> None:
-    scheduler = make_scheduler(capacity(pipeline_depth=depth))
-    scheduler.add_group(make_group(30, max_tokens=40, n=4), 0.0)
-    batches = run(scheduler)
-    num_blocks = scheduler._workers["w0"].capacity.num_blocks
-    copies = [block for batch in batches for block in batch.copy_src.tolist()]
-    assert sum(block >= num_blocks for block in copies) == sum(block < num_blocks for block in copies) == 3
-    assert group_of(scheduler).pool.num_used == 0
-
-
 @pytest.mark.parametrize("num_rows", [1, 2, 3])
 def test_a_group_limits_the_rows(num_rows: int) -> None:
     scheduler = make_scheduler(capacity(num_rows))
@@ -105,31 +92,11 @@ def test_a_group_limits_the_rows(num_rows: int) -> None:
     assert scheduler.stats().counts.num_preemptions == 0
 
 
-def test_a_beam_search_needs_the_rows_of_a_group() -> None:
-    scheduler = make_scheduler(capacity(2))
-    worker = scheduler._workers["w0"]
-    assert not worker.could_run(make_group(20, beam_params=BeamParams(3, 1, 1.0, EarlyStopping.NEVER)))
-    assert worker.could_run(make_group(20, beam_params=BeamParams(2, 1, 1.0, EarlyStopping.NEVER)))
-
-
 def serve(scheduler: Scheduler, length: int, request_id: str) -> tuple[int, list[bytes]]:
     """Run a request. Returns the number of cached tokens from which it started, and its digests."""
     group = make_group(range(length), request_id, max_tokens=2)
     scheduler.add_group(group, 0.0)
     return int(run(scheduler)[0].context_lens[0]), group.sequences[0].digests
-
-
-def test_a_hit_needs_the_window_before_it_in_the_group() -> None:
-    scheduler = make_scheduler(capacity())
-    cached, chain = serve(scheduler, 50, "a")
-    assert (cached, len(chain)) == (0, 12)
-    assert serve(scheduler, 60, "b")[0] == 48
-    group, worker = group_of(scheduler), scheduler._workers["w0"]
-    group.pool.forget(np.array([group.pool.held[chain[10]]]))  # in the windows before blocks 11 to 13
-    assert worker.usable_hits(chain, 12) == 10
-    group.pool.forget(np.array([group.pool.held[chain[2]]]))
-    assert worker.usable_hits(chain, 12) == 10
-    assert worker.usable_hits(chain, 5) == 2
 
 
 def test_a_hit_compares_the_tokens_of_the_group() -> None:
@@ -140,22 +107,3 @@ def test_a_hit_compares_the_tokens_of_the_group() -> None:
     assert worker.usable_hits(chain, 12, tokens) == 12
     group.pool._tokens[group.pool.held[chain[11]], 1] ^= 1
     assert worker.usable_hits(chain, 12, tokens) == 11
-
-
-def test_a_pool_is_adopted_with_all_its_groups() -> None:
-    scheduler = make_scheduler(capacity())
-    serve(scheduler, 50, "a")
-    worker, group = scheduler._workers["w0"], group_of(scheduler)
-    held = [(worker.pool, 0), (group.pool, worker.capacity.num_blocks)]
-    listed = [
-        CachedBlock(first + block, group_digest(digest, 1) if first else digest, pool._tokens[block].copy())
-        for pool, first in held
-        for digest, block in pool.held.items()
-    ]
-    other = make_scheduler()
-    other.remove_worker("w0")
-    other.add_worker(worker.capacity, listed)
-    assert group_of(other).pool.held == group.pool.held
-    assert serve(other, 60, "b")[0] == 48
-    with pytest.raises(ValueError, match="lists block 999"):
-        other.add_worker(capacity(worker_id="w1"), [CachedBlock(999, b"d" * 16, np.zeros(BLOCK, np.uint32))])

@@ -35,16 +35,6 @@ def query_lens(batch: StepBatch) -> dict[int, int]:
     return dict(zip(batch.rows.tolist(), batch.query_lens.tolist(), strict=True))
 
 
-def test_the_encoder_is_a_chunk_of_its_own() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_group(encoder_group("a", [7, 8, 9]), 0.0)
-    first, second = step(scheduler), step(scheduler)
-    assert query_lens(first) == {0: 16}
-    assert not first.sample_mask.any()
-    assert query_lens(second) == {0: 3}
-    assert second.sample_mask.all()
-
-
 def test_the_encoder_waits_for_a_step_that_holds_all_of_it() -> None:
     scheduler = make_scheduler(make_capacity(max_num_seqs=4, max_num_batched_tokens=20))
     scheduler.add_group(make_group(range(1, 31), "long", max_tokens=8, ignore_eos=True), 0.0)
@@ -57,16 +47,6 @@ def test_the_encoder_waits_for_a_step_that_holds_all_of_it() -> None:
     ]
 
 
-def test_samples_share_the_encoder_positions() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_group(encoder_group("a", n=3), 0.0)
-    assert query_lens(step(scheduler)) == {0: 16}
-    second = step(scheduler)
-    assert [opened.block_table[:4].tolist() for opened in second.opens] == [[0, 1, 2, 3]] * 2
-    while scheduler.has_work:
-        assert max(step(scheduler).query_lens) == 1
-
-
 def test_a_request_with_the_same_encoder_input_does_not_compute_it() -> None:
     scheduler = make_scheduler()
     scheduler.add_group(encoder_group("a"), 0.0)
@@ -76,30 +56,8 @@ def test_a_request_with_the_same_encoder_input_does_not_compute_it() -> None:
     assert query_lens(step(scheduler)) == {0: 1, 1: 2, 2: 16}
 
 
-def test_a_part_of_the_encoder_positions_is_no_hit() -> None:
-    scheduler = make_scheduler(make_capacity(num_blocks=9), watermark=0.0)
-    scheduler.add_group(encoder_group("a", max_tokens=1), 0.0)
-    step(scheduler), step(scheduler)
-    scheduler.add_group(make_group(25, "evicts", max_tokens=1), 0.0)  # 7 of 9 blocks, so 2 of the 4 cached ones
-    step(scheduler)
-    scheduler.add_group(encoder_group("b", max_tokens=1), 0.0)
-    assert query_lens(step(scheduler)) == {0: 16}
-
-
 def test_an_encoder_input_that_no_step_holds_is_refused() -> None:
     scheduler = make_scheduler(make_capacity(max_num_seqs=8, max_num_batched_tokens=20))
     with pytest.raises(NeverFitsError, match="takes 16 positions; must be at most 13, ") as found:
         scheduler.add_group(encoder_group("a"), 0.0)
     assert found.value.field == "prompt"
-
-
-def test_a_preempted_request_computes_its_encoder_again_if_its_blocks_are_gone() -> None:
-    scheduler = make_scheduler(make_capacity(num_blocks=7), watermark=0.0)
-    scheduler.add_group(encoder_group("a", priority=5, max_tokens=8), 0.0)
-    step(scheduler), step(scheduler)
-    scheduler.add_group(make_group(27, "urgent", max_tokens=1), 0.0)
-    batches = []
-    while scheduler.has_work:
-        batches.append(query_lens(step(scheduler)))
-    assert scheduler.stats().counts.num_preemptions == 1
-    assert 16 in [max(lens.values(), default=0) for lens in batches]

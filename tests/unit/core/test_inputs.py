@@ -41,45 +41,6 @@ def answer(scheduler: Scheduler, batch: StepBatch) -> None:
     scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), 0.0)
 
 
-def inputs_of(batch: StepBatch) -> dict[str, list[tuple[int, int]]]:
-    return {item.group.request_id: [(c.start, c.length) for c in item.inputs] for item in batch.opens}
-
-
-def test_a_row_carries_the_inputs_that_are_not_computed() -> None:
-    """Blocks of 4 cover positions 0 to 15 of the second request: the first two inputs are computed."""
-    scheduler = make_scheduler()
-    spans = (0, 3), (8, 8), (14, 5)
-    scheduler.add_group(request("first", 20, *spans), 0.0)
-    (batch,) = scheduler.schedule(0.0)
-    assert inputs_of(batch) == {"first": list(spans)}
-    answer(scheduler, batch)
-    scheduler.add_group(request("second", 20, *spans), 0.0)
-    (batch,) = scheduler.schedule(0.0)
-    assert inputs_of(batch) == {"second": [(14, 5)]}
-    assert batch.opens[0].num_computed_tokens == 16
-
-
-def test_a_preempted_row_carries_its_inputs_again() -> None:
-    scheduler = make_scheduler(make_capacity(num_blocks=8, max_num_seqs=2), prefix_caching=False)
-    scheduler.add_group(request("late", 12, (2, 9), max_tokens=12), 0.0)
-    (batch,) = scheduler.schedule(0.0)
-    answer(scheduler, batch)
-    scheduler.add_group(request("urgent", 20, priority=-1, max_tokens=8, num_bytes=0), 0.0)
-    carried: list[dict[str, list[tuple[int, int]]]] = []
-    while scheduler.has_work:
-        for batch in scheduler.schedule(0.0):
-            carried += [inputs_of(batch)] if batch.opens else []
-            answer(scheduler, batch)
-    assert carried == [{"urgent": []}, {"late": [(2, 9)]}]
-
-
-def test_samples_that_fork_carry_no_inputs() -> None:
-    scheduler = make_scheduler()
-    scheduler.add_group(request("r", 20, (0, 20), n=3), 0.0)
-    (batch,) = scheduler.schedule(0.0)
-    assert [len(item.inputs) for item in batch.opens] == [1, 0, 0]
-
-
 def test_the_inputs_of_a_step_fit_one_message() -> None:
     """The first request of a step may have any size; requests without inputs are not delayed behind the others."""
     scheduler = make_scheduler(make_capacity(max_num_batched_tokens=256))
@@ -115,27 +76,6 @@ def test_the_inputs_of_open_requests_are_limited() -> None:
 def test_a_negative_limit_is_refused() -> None:
     with pytest.raises(ValueError, match="max_input_bytes"):
         SchedulerConfig(max_input_bytes=-1)
-
-
-def digests_of(group: SequenceGroup) -> list[bytes]:
-    """The digests of the blocks that the scheduler commits for a request."""
-    scheduler = make_scheduler()
-    scheduler.add_group(group, 0.0)
-    run_to_end(scheduler)
-    return [digest for changes in scheduler.take_prefix_events() for digest, is_cached in changes.blocks if is_cached]
-
-
-def test_digests_cover_the_digests_of_inputs() -> None:
-    """Two inputs whose content ids are equal, which 31 bits do not exclude. Output completes the third block."""
-
-    def request_with(start: int, digest: bytes) -> SequenceGroup:
-        return make_group(10, inputs=[Carried(start, 1, digest)], num_input_bytes=4, max_tokens=8)
-
-    for start, num_shared in ((0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (9, 2)):
-        first, second = (digests_of(request_with(start, letter * 16)) for letter in (b"a", b"b"))
-        assert len(first) == len(second) == 4
-        assert len(set(first) & set(second)) == num_shared
-        assert digests_of(request_with(start, b"a" * 16)) == first
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
