@@ -98,6 +98,7 @@ class Scheduler:
             self._requests.groups,
             self._placement.take_preparing,
             self._requests.update_schedulable,
+            self._leave,
         )
         borrows = config.borrows_prefixes
         self.moves = BlockMoves(self._workers, self._throughput, self._counts, config.watermark, borrows=borrows)
@@ -197,7 +198,7 @@ class Scheduler:
                     self._drained.append(seq)
                     self._leave(worker, seq, MigrationReason.DRAIN)
 
-    def _leave(self, worker: WorkerState, seq: Sequence, reason: MigrationReason) -> None:
+    def _leave(self, worker: WorkerState, seq: Sequence, reason: MigrationReason | None = None) -> None:
         """Queue a running sequence again. No answer of its worker says that a row is free now."""
         if seq.row is not None:
             self._requests.requeue(worker.preempt(seq.row), reason)

@@ -133,6 +133,7 @@ def test_the_seeds_cover_every_kind_of_event() -> None:
         met |= {event[0] for event in cluster.trace}
         met |= {"preemption"} if cluster.num_preemptions else set()
         met |= {"hit"} if cluster.num_cached_tokens else set()
+        met |= {"slot taken from rows" for event in cluster.trace if event[0] == "swap" and event[1].evicted}
         met |= {sample.reason for request in cluster.requests.values() for sample in request.expected}
         for _, batch in [event for event in cluster.trace if event[0] == "send"]:
             met |= {"copy"} if len(batch.copy_src) else set()
@@ -144,5 +145,5 @@ def test_the_seeds_cover_every_kind_of_event() -> None:
             )
         for _, output in [event for event in cluster.trace if event[0] == "answer"]:
             met |= {"failure"} if output.errors else set()
-    wanted = {"submit", "refused", "abort", "stop", "join", "remove", "drain", "restart"}
+    wanted = {"submit", "refused", "abort", "stop", "join", "remove", "drain", "restart", "slot taken from rows"}
     assert wanted | {"preemption", "hit", "copy", "fork", "mixed step", "failure", FinishReason.REPETITION} <= met

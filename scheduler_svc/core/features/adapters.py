@@ -6,12 +6,13 @@ A request waits for the worker that should run it to make its adapter resident, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from scheduler_svc.core.errors import NoWorkerError
-from scheduler_svc.core.sequence import Feature, SequenceGroup
+from scheduler_svc.core.sequence import Feature, Sequence, SequenceGroup
 from scheduler_svc.core.worker_state import WorkerPart, WorkerState
 
 
@@ -22,6 +23,7 @@ class AdapterSwap:
     worker_id: str
     digest: bytes
     kept: tuple[bytes, ...] = ()
+    evicted: bytes = b""  # rows that still use this one are preempted
 
 
 class AdapterSlots:
@@ -29,6 +31,8 @@ class AdapterSlots:
 
     A swap takes the worker longer than a step, so waiting sequences of the new adapter are placed when it is done. The
     rows of the evicted adapter in steps in flight are not affected: the worker keeps an adapter while a row has it.
+
+    An adapter whose rows are all less urgent than a waiting sequence is evicted like one without rows.
 
     Busy adapters always have rows. For a starved sequence of another adapter, the adapter that is resident longest is
     retired: it gets no new rows, so that its slot becomes free when its last row ends. Meanwhile the rows that end go
@@ -43,7 +47,8 @@ class AdapterSlots:
         self._loading: bytes = b""
         self._retired: bytes = b""  # resident, but gets no new rows
         self._since: dict[bytes, int] = {}  # number of the swap that made each adapter resident
-        self._wanted: dict[bytes, bool] = {}  # whether for a starved sequence; in the order of the queue
+        # In the order of the queue: priority of the first sequence, and whether one of them is starved
+        self._wanted: dict[bytes, tuple[int, bool]] = {}
 
     @property
     def num_resident(self) -> int:
@@ -71,16 +76,18 @@ class AdapterSlots:
 
     # -- swaps --------------------------------------------------------------------------------------------------------
 
-    def want(self, digest: bytes, *, is_starved: bool = False) -> None:
+    def want(self, digest: bytes, priority: int = 0, *, is_starved: bool = False) -> None:
         """A waiting sequence should run here. Wants hold until the next `take_swap`, in the order of the queue."""
-        self._wanted[digest] = is_starved or self._wanted.get(digest, False)
+        first, was_starved = self._wanted.get(digest, (priority, False))
+        self._wanted[digest] = first, is_starved or was_starved
         if digest in self._resident:
             del self._resident[digest]
             self._resident[digest] = None
 
-    def take_swap(self, in_use: Collection[bytes]) -> tuple[bytes, tuple[bytes, ...]] | None:
-        """The adapter to make resident and those that stay so, if a swap is needed and possible. One at a time.
-        `in_use`: the adapters of the worker's rows.
+    def take_swap(self, in_use: Mapping[bytes, float]) -> tuple[bytes, tuple[bytes, ...], bytes] | None:
+        """The adapter to make resident, those that stay so, and the evicted one if it has rows; None if no swap is
+        needed or possible. One at a time. `in_use`: the adapters of the worker's rows, with the priority of the most
+        urgent one.
 
         No adapter makes place that a more urgent sequence wants: two sequences would take the slot from each other.
         """
@@ -91,17 +98,19 @@ class AdapterSlots:
             self._retired = b""
         if place is None or self._loading:
             return None
-        missing, before = order[place], order[:place]
+        missing, before, evicted = order[place], order[:place], b""
+        priority, is_starved = wanted[missing]
         if len(self._resident) >= self._num_slots:
-            others = [digest for digest in self._resident if digest not in before]
-            unused = [digest for digest in others if digest not in in_use]
-            if not unused:
-                self._retired = min(others, key=self._since.__getitem__, default=b"") if wanted[missing] else b""
+            others = {digest: in_use.get(digest, math.inf) for digest in self._resident if digest not in before}
+            less_urgent = [digest for digest in others if others[digest] > priority]
+            if not less_urgent:
+                self._retired = min(others, key=self._since.__getitem__, default=b"") if is_starved else b""
                 return None
-            evicted = next((digest for digest in unused if digest not in wanted), unused[0])
-            del self._resident[evicted]
+            chosen = max(less_urgent, key=lambda digest: (others[digest], digest not in wanted))
+            del self._resident[chosen]
+            evicted = chosen if chosen in in_use else b""
         self._loading, self._retired = missing, b""
-        return missing, tuple(self._resident)
+        return missing, tuple(self._resident), evicted
 
     def _is_missing(self, digest: bytes) -> bool:
         return digest in self.loaded and digest not in self._resident
@@ -139,12 +148,13 @@ class ResidentAdapters(WorkerPart):
         return self.slots.is_ready(adapter_of(group))
 
     def prepare(self, group: SequenceGroup, *, is_starved: bool) -> bool:
-        self.slots.want(adapter_of(group), is_starved=is_starved)
+        self.slots.want(adapter_of(group), group.priority, is_starved=is_starved)
         return self.slots.is_loading(adapter_of(group))
 
     def take_swap(self) -> AdapterSwap | None:
         """The next swap, if one is needed and possible."""
-        found = self.slots.take_swap({adapter_of(seq.group) for seq in self.worker.running()})
+        by_urgency = sorted((seq.group for seq in self.worker.running()), key=lambda group: -group.priority)
+        found = self.slots.take_swap({adapter_of(group): group.priority for group in by_urgency})
         return None if found is None else AdapterSwap(self.worker.capacity.worker_id, *found)
 
 
@@ -170,7 +180,7 @@ class AdapterSwaps:
 
     `take_preparing` returns the workers that were asked to prepare since its last call. `on_change` is called when a
     worker can run other requests than before, with a function that tells which are affected: a resident adapter changes
-    only which rows can open, so the end of a swap costs the queue nothing.
+    only which rows can open, so the end of a swap costs the queue nothing. `preempt` queues a running sequence again.
     """
 
     def __init__(
@@ -179,11 +189,13 @@ class AdapterSwaps:
         groups: Mapping[str, SequenceGroup],
         take_preparing: Callable[[], list[WorkerState]],
         on_change: Callable[[Callable[[SequenceGroup], bool]], None],
+        preempt: Callable[[WorkerState, Sequence], None],
     ) -> None:
         self._workers = workers
         self._groups = groups
         self._take_preparing = take_preparing
         self._on_change = on_change
+        self._preempt = preempt
 
     def set_loaded(self, worker_id: str, digests: Iterable[bytes]) -> None:
         """The adapters in a worker's memory have changed."""
@@ -200,8 +212,14 @@ class AdapterSwaps:
         """Adapters that workers must make resident for waiting sequences. The caller reports each one's end with
         `end_swap`.
         """
-        swaps = (worker.part(ResidentAdapters).take_swap() for worker in self._take_preparing())
-        return [swap for swap in swaps if swap is not None]
+        swaps = [worker.part(ResidentAdapters).take_swap() for worker in self._take_preparing()]
+        taken = [swap for swap in swaps if swap is not None]
+        for swap in taken:
+            worker = self._workers[swap.worker_id]
+            for seq in worker.running() if swap.evicted else ():
+                if adapter_of(seq.group) == swap.evicted:
+                    self._preempt(worker, seq)
+        return taken
 
     def end_swap(self, worker_id: str, digest: bytes, *, is_resident: bool) -> None:
         """A worker has made an adapter resident, or failed to."""

@@ -54,15 +54,15 @@ def test_the_least_recently_used_adapter_without_rows_is_replaced() -> None:
     slots.set_loaded([A, B, C])
     for adapter in (A, B):
         slots.want(adapter)
-        assert slots.take_swap(()) is not None
+        assert slots.take_swap({}) is not None
         slots.end_swap(adapter, is_resident=True)
     slots.want(A)  # used again: B is older
-    assert slots.take_swap(()) is None
+    assert slots.take_swap({}) is None
     slots.want(C)
-    assert slots.take_swap({B}) == (C, (B,))  # B is older, but has rows
+    assert slots.take_swap({B: 0}) == (C, (B,), b"")  # B is older, but has rows
     slots.end_swap(C, is_resident=True)
     slots.want(A)
-    assert slots.take_swap({B, C}) is None
+    assert slots.take_swap({B: 0, C: 0}) is None
     assert (slots.num_resident, slots.num_swaps) == (2, 3)
 
 
@@ -70,20 +70,20 @@ def test_a_failed_swap_counts_as_not_loaded_until_the_worker_reports_it() -> Non
     slots = AdapterSlots(1)
     slots.set_loaded([A])
     slots.want(A)
-    assert slots.take_swap(()) == (A, ())
+    assert slots.take_swap({}) == (A, (), b"")
     assert slots.is_loading(A)
     slots.end_swap(A, is_resident=False)
     assert not slots.has(A)
     slots.set_loaded([A])
     slots.want(A)
-    assert slots.take_swap(()) == (A, ())
+    assert slots.take_swap({}) == (A, (), b"")
 
 
 def test_an_unloaded_adapter_is_not_resident() -> None:
     slots = AdapterSlots(1)
     slots.set_loaded([A])
     slots.want(A)
-    slots.take_swap(())
+    slots.take_swap({})
     slots.set_loaded([])
     slots.end_swap(A, is_resident=True)
     assert not slots.is_ready(A)
@@ -157,6 +157,31 @@ def test_an_adapter_that_is_gone_makes_its_requests_unschedulable() -> None:
     scheduler.adapters.set_loaded("w0", [A, B])
     assert scheduler.stats().num_unschedulable == 0
     check_scheduler(scheduler)
+
+
+def test_an_urgent_request_gets_the_slot_of_less_urgent_rows() -> None:
+    """Rows of priority 9 and 5 hold both slots for 80 steps. The least urgent one makes place for a more urgent
+    request, and runs again after it.
+    """
+    scheduler = scheduler_with(A, B, C, num_slots=2)
+    for adapter, priority in ((A, 9), (B, 5)):
+        long = make_group(10, f"{priority}", max_tokens=80, ignore_eos=True, priority=priority)
+        scheduler.add_group(with_adapter(long, adapter), 0.0)
+    opened, ended = list[str](), list[str]()
+    swaps = list[AdapterSwap]()
+    for step in range(200):
+        if step in (5, 6):  # the first is not urgent enough
+            new = make_group(10, f"new {step}", max_tokens=4, ignore_eos=True, priority=9 if step == 5 else 0)
+            scheduler.add_group(with_adapter(new, C), 0.0)
+        for swap in swaps:
+            scheduler.adapters.end_swap("w0", swap.digest, is_resident=True)
+        for batch in scheduler.schedule(0.0):
+            opened += [row.group.request_id for row in batch.opens]
+            ended += [end.group.request_id for end in scheduler.update(answer(batch), 0.0).finished]
+        swaps = scheduler.adapters.take_swaps()
+        check_scheduler(scheduler)
+    assert opened == ["5", "9", "new 6", "new 5", "9"]
+    assert ended == ["new 6", "new 5", "5", "9"]
 
 
 class Overload:
@@ -236,16 +261,16 @@ def test_an_adapter_is_retired_only_while_another_one_needs_its_slot() -> None:
     slots = AdapterSlots(1)
     slots.set_loaded([A, B])
     slots.want(A)
-    slots.take_swap(())
+    slots.take_swap({})
     slots.end_swap(A, is_resident=True)
     slots.want(B)
-    assert slots.take_swap({A}) is None
+    assert slots.take_swap({A: 0}) is None
     assert slots.is_ready(A)
     slots.want(B, is_starved=True)
-    assert slots.take_swap({A}) is None
+    assert slots.take_swap({A: 0}) is None
     assert (slots.is_ready(A), slots.is_resident(A)) == (False, True)
     slots.want(A)
-    assert slots.take_swap({A}) is None  # the request of B has ended
+    assert slots.take_swap({A: 0}) is None  # the request of B has ended
     assert slots.is_ready(A)
 
 
@@ -254,11 +279,11 @@ def test_an_adapter_is_not_retired_while_a_more_urgent_request_wants_it() -> Non
     slots = AdapterSlots(1)
     slots.set_loaded([A, B])
     slots.want(A)
-    slots.take_swap(())
+    slots.take_swap({})
     slots.end_swap(A, is_resident=True)
     slots.want(A, is_starved=True)
     slots.want(B, is_starved=True)
-    assert slots.take_swap(()) is None
+    assert slots.take_swap({}) is None
     assert slots.is_ready(A)
 
 
@@ -266,11 +291,11 @@ def test_an_adapter_is_not_evicted_before_an_older_request_has_used_it() -> None
     slots = AdapterSlots(1)
     slots.set_loaded([A, B])
     slots.want(A)
-    slots.take_swap(())
+    slots.take_swap({})
     slots.end_swap(A, is_resident=True)
     slots.want(A)
     slots.want(B)
-    assert slots.take_swap(()) is None
+    assert slots.take_swap({}) is None
     slots.want(B)
     slots.want(A)
-    assert slots.take_swap(()) == (B, ())
+    assert slots.take_swap({}) == (B, (), b"")
