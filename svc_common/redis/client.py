@@ -8,7 +8,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.asyncio.connection import Connection, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
@@ -30,6 +30,8 @@ from svc_common.redis.server import (
 
 log = logging.getLogger(__name__)
 
+MAX_CONNECTIONS = 64  # of one client; each has one call in flight
+
 
 def make_client(server: RedisServer, timeout_s: float) -> Redis:
     """A client that never retries by itself. Raises ValueError for a malformed URL."""
@@ -42,7 +44,7 @@ def make_client(server: RedisServer, timeout_s: float) -> Redis:
     }
     if is_sentinel_url(server.url):
         return _connect_by_sentinels(server, parse_sentinel_url(server.url), options)
-    client = Redis.from_url(server.url, **options)
+    client = Redis.from_pool(BlockingConnectionPool.from_url(server.url, **_limits(timeout_s), **options))
     if server.uses_tls:
         client.connection_pool.connection_class = _TlsConnection
         client.connection_pool.connection_kwargs["files"] = _TlsFiles(server)
@@ -89,12 +91,23 @@ def _sentinel_client(
         for host, port in url.hosts
     ]
     pool = _Pool(  # type: ignore[no-untyped-call]
-        url.master, manager, connection_class=of_redis, db=url.db, **options, **credentials_of_redis
+        url.master,
+        manager,
+        connection_class=of_redis,
+        db=url.db,
+        **_limits(options["socket_timeout"]),
+        **options,
+        **credentials_of_redis,
     )
     return Redis.from_pool(pool)
 
 
-class _Pool(SentinelConnectionPool):
+def _limits(timeout_s: float) -> dict[str, float]:
+    """Options of a pool whose calls wait for a connection; redis-py's default refuses those beyond its limit."""
+    return {"max_connections": MAX_CONNECTIONS, "timeout": timeout_s}
+
+
+class _Pool(SentinelConnectionPool, BlockingConnectionPool):
     """Closes the connections to the Sentinels with its own."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:

@@ -100,6 +100,15 @@ def _replicas(sentinel: redis.Redis) -> list[dict[str, Any]]:
     return list(sentinel.sentinel_slaves(MASTER))
 
 
+@pytest.mark.parametrize("by_sentinel", [False, True])
+async def test_many_calls_wait_for_a_connection(watched: Watched, by_sentinel: bool) -> None:
+    server = watched.server()
+    client = connect(server if by_sentinel else replace(server, url=watched.master.url), timeout_s=DEADLINE_S)
+    assert len(await asyncio.gather(*(client.ping() for _ in range(500)))) == 500
+    assert int((await client.info("clients"))["connected_clients"]) < 100
+    await client.aclose()
+
+
 async def test_sentinel_and_redis_are_reached_over_tls(tmp_path: Path, watched: Watched) -> None:
     authority = trustme.CA()
     (tmp_path / "ca.crt").write_bytes(authority.cert_pem.bytes())
