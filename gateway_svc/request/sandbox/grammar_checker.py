@@ -14,6 +14,7 @@ from functools import partial
 
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.callers.caller import current_caller
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.sandbox.frames import to_frame
 from gateway_svc.request.sandbox.pool import RETRY_S, SandboxErrors, SandboxPool
@@ -30,6 +31,7 @@ CHECK_TIMEOUT_S = 3.0
 GRAMMAR_CPU_S = 0.3  # a worker compiles the grammar again, in a step, so a grammar that takes longer is refused
 TOKENIZER_CPU_S = 60
 MAX_RUNNING = 256  # checks that run or wait
+OWNER_FRACTION = 0.25  # fraction of MAX_RUNNING for one owner
 MAX_CACHED = 4096
 MAX_ANSWER_BYTES = 64 << 20
 BUSY = "too many grammars are being checked on this gateway"
@@ -80,9 +82,11 @@ class GrammarChecker:
         """Check a grammar, or wait for a running check of the same grammar."""
         task = self._running.get(key)
         if task is None:
-            if len(self._running) >= MAX_RUNNING:
+            owner = current_caller.get().owner
+            num_own = sum(task.get_name() == owner for task in self._running.values())
+            if len(self._running) >= MAX_RUNNING or (owner and num_own >= OWNER_FRACTION * MAX_RUNNING):
                 raise OverloadedError(f"{BUSY}; retry later, or reuse a grammar", retry_after_s=RETRY_S)
-            task = self._running[key] = asyncio.create_task(self._check(key, grammar, model))
+            task = self._running[key] = asyncio.create_task(self._check(key, grammar, model), name=owner)
             task.add_done_callback(lambda done: self._settle(key, done))
         return await asyncio.shield(task)  # a client that disconnects must not cancel the check of another client
 

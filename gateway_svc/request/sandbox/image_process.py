@@ -33,6 +33,9 @@ MAX_MEMORY_BYTES = 3 << 30  # limit of the address space; more is a MemoryError
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 LEVELS = 256
+MAX_RATIO = 200  # of the sides; the processors refuse more, but only after decoding
+MAX_SCANS = 64  # of a JPEG; each takes the time of a whole image, and encoders make about 10
+SCAN = b"\xff\xda"  # a marker; compressed data has no 0xff before another byte than 0 and restarts
 
 
 class BadImageError(ValueError):
@@ -115,6 +118,10 @@ def _decoded(data: bytes, max_pixels: int) -> Image.Image:
                     f"has {width} x {height} pixels; at most {max_pixels} are allowed (--max-image-pixels of the "
                     "gateway); send a smaller image"
                 )
+            if max(width, height) > MAX_RATIO * min(width, height):
+                raise BadImageError(f"has {width} x {height} pixels; one side may be {MAX_RATIO} times the other")
+            if image.format == "JPEG" and (num_scans := data.count(SCAN)) > MAX_SCANS:
+                raise BadImageError(f"has {num_scans} scans; at most {MAX_SCANS} are allowed: send a baseline JPEG")
             image.load()
             return _opaque(ImageOps.exif_transpose(image))
     except UnidentifiedImageError:

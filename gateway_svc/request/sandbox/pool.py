@@ -8,7 +8,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
+from gateway_svc.callers.caller import current_caller
 from gateway_svc.request.sandbox.process import OversizedAnswerError, SandboxEndedError, SandboxProcess
 from svc_common.errors import InvalidRequestError, OverloadedError
 from svc_common.tasks import cancel
@@ -65,16 +67,17 @@ def _overloaded(words: str) -> OverloadedError:
 class SandboxPool:
     """Owns `num_processes` processes. They start when they are needed; the one that was used last is used first.
 
+    Owners take turns: while all processes are busy, one caller of each owner waits for the next one.
     `spares`: gives a process that has started already, instead of a new one.
     """
 
     def __init__(self, make: MakeProcess, num_processes: int, spares: Spares | None = None) -> None:
         self._processes = [make() for _ in range(num_processes)]
         self._spares = spares
-        self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()
+        self._free = list(range(num_processes))
+        self._places = asyncio.Semaphore(num_processes)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[object]] = set()
-        for index in range(num_processes):
-            self._free.put_nowait(index)
 
     @property
     def pids(self) -> list[int]:
@@ -105,13 +108,13 @@ class SandboxPool:
             process.kill()
 
     async def _take(self, wait_s: float) -> int:
-        if not self._free.empty():
-            return self._free.get_nowait()
+        turn = self._turns.setdefault(current_caller.get().owner, asyncio.Lock())
         try:
-            async with asyncio.timeout(wait_s):
-                return await self._free.get()
+            async with asyncio.timeout(wait_s), turn:
+                await self._places.acquire()
         except TimeoutError:
             raise NoFreeProcessError from None
+        return self._free.pop()
 
     async def _run(self, index: int, work: Callable[[SandboxProcess], Awaitable[T]]) -> T:
         try:
@@ -122,7 +125,8 @@ class SandboxPool:
             log.warning("a sandbox process was killed; its message is repeated in a new process")
             return await work(self._started(index))
         finally:
-            self._free.put_nowait(index)
+            self._free.append(index)
+            self._places.release()
 
     def _started(self, index: int) -> SandboxProcess:
         if self._spares is not None and self._processes[index].pid is None:

@@ -7,19 +7,25 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextvars import copy_context
+from typing import Any, TypeVar
 
 import pytest
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.callers.caller import Caller, current_caller
 from gateway_svc.request.field_errors import FieldErrors
 from gateway_svc.request.models import ServedModel, read_bundle
 from gateway_svc.request.sandbox import grammar_checker
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
+from gateway_svc.request.sandbox.pool import SandboxPool
+from gateway_svc.request.sandbox.process import SandboxProcess
 from request_fields.grammar import GrammarKind, grammar_of
 from svc_common.errors import InvalidRequestError, OverloadedError
 from tests.unit.gateway.fakes import make_info, until
 
+T = TypeVar("T")
 SP = types.SamplingParams
 # llguidance builds an automaton with a state per residue.
 BOMB = json.dumps({"type": "integer", "multipleOf": 999983})
@@ -181,6 +187,31 @@ async def test_too_many_checks_are_refused(
     errors = [result for result in results if isinstance(result, OverloadedError)]
     assert len(errors) == 12 - 3
     assert errors[0].retry_after_s
+
+
+async def test_owners_have_a_share_of_the_checks_and_take_turns(
+    checker: GrammarChecker, model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_checker, "MAX_RUNNING", 8)
+    first = [as_owner("a", check(checker, SP(regex=f"a{i}"), model)) for i in range(12)]
+    other = as_owner("b", check(checker, SP(regex="b"), model))
+    results = await asyncio.gather(*first, return_exceptions=True)
+    assert len([result for result in results if isinstance(result, OverloadedError)]) == 12 - 2
+    assert await other == (GrammarKind.REGEX, "b")
+
+    order, pool = [], SandboxPool(lambda: SandboxProcess("none", 0), 1)
+
+    async def work(process: SandboxProcess) -> None:
+        order.append(current_caller.get().owner)
+
+    await asyncio.gather(*(as_owner(owner, pool.run(work, MAX_ANSWER_S)) for owner in "aaaaaabb"))
+    assert "".join(order) == "aababaaa"
+
+
+def as_owner(owner: str, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    context = copy_context()
+    context.run(current_caller.set, Caller(owner))
+    return asyncio.create_task(call, context=context)
 
 
 async def test_a_model_without_tokenizer_or_eos_is_named(checker: GrammarChecker, model: ServedModel) -> None:
