@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
+import inspect
 import json
 import math
 import re
@@ -18,10 +20,12 @@ from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+import quire_client
 from budget import code_lines
 from gen_types import comment_lines, described, limits_of
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from quire.v1 import inference_pb2, session_pb2
+from quire_client import errors as sdk_errors
 
 import gateway_svc.flags
 import gateway_svc.metrics
@@ -269,6 +273,48 @@ def tool_format_rows() -> Iterator[list[str]]:
         yield [_names(one.name, one.aliases), one.models, example.replace("|", r"\|")]
 
 
+def sdk_call_rows(kind: type) -> Iterator[list[str]]:
+    """One row per public method and property of a class of the SDK, and for the client one of its constructor."""
+    if kind is quire_client.AsyncClient:
+        yield [f"`{kind.__name__}{_signature(kind)}`", _summary(kind)]
+    for name, member in vars(kind).items():
+        is_property = isinstance(member, property)
+        found = member.fget if is_property else getattr(member, "__func__", member)
+        if name.startswith("_") or not inspect.isfunction(found):
+            continue
+        shown = _signature(found).replace("() ", " ", is_property)
+        yield [f"`{'await ' if inspect.iscoroutinefunction(found) else ''}{name}{shown}`", _summary(found)]
+
+
+def sdk_result_rows() -> Iterator[list[str]]:
+    """One row per public dataclass of the SDK."""
+    for name in quire_client.__all__:
+        if dataclasses.is_dataclass(kind := getattr(quire_client, name)):
+            fields = ", ".join(f"{field.name}: {field.type}" for field in dataclasses.fields(kind))
+            yield [f"`{name}`", f"`{fields}`".replace("|", r"\|"), _summary(kind)]
+
+
+def sdk_error_rows() -> Iterator[list[str]]:
+    """One row per error of the SDK, as in the table of its module."""
+    for depth, name, code, meaning in re.findall(
+        r"^( *)(\w+) {2,}(?:([A-Z_]{5,}(?: and others)?) )? *(.*)$", str(sdk_errors.__doc__), re.M
+    ):
+        yield [f"{'&nbsp;' * len(depth)}`{name}`", code and f"`{code}`", meaning]
+
+
+def _signature(function: Any) -> str:
+    """The parameters and the result as in the source, with escaped bars."""
+    text = str(inspect.signature(function)).replace("(self, ", "(").replace("(self)", "()").replace("(cls, ", "(")
+    return re.sub(r"((?:: |-> ))'([^']*)'", r"\1\2", text).replace("|", r"\|").replace(" -> None", "")
+
+
+def _summary(documented: Any) -> str:
+    """The first paragraph of a docstring, and the errors that the others name."""
+    first, _, rest = (documented.__doc__ or "").partition("\n\n")
+    raised = re.findall(r"Raises [^.]*\.", rest)
+    return " ".join(" ".join([first, *raised]).split()).replace("|", r"\|")
+
+
 def reasoning_format_rows() -> Iterator[list[str]]:
     """One row per format of reasoning."""
     for one in REASONING_FORMATS.values():
@@ -313,6 +359,10 @@ def pages() -> dict[Path, str]:
     head = ("`--tool-parser`", "models", "a call")
     tables["tool formats"] = table(head, tool_format_rows())
     tables["reasoning formats"] = table(("`--reasoning-parser`", "models", "reasoning"), reasoning_format_rows())
+    for kind in (quire_client.AsyncClient, quire_client.AsyncSession, quire_client.AsyncGenerateStream):
+        tables[f"sdk {kind.__name__.lower()}"] = table(("call", "what it does"), sdk_call_rows(kind))
+    tables["sdk results"] = table(("class", "fields", "what it is"), sdk_result_rows())
+    tables["sdk errors"] = table(("error", "gRPC code", "when"), sdk_error_rows())
     for group, files in tomllib.loads((ROOT / "budget.toml").read_text())["spine"]["files"].items():
         tables[f"spine {group}"] = table(("file", "lines of code", "what it is"), spine_rows(files))
     names = (
@@ -323,6 +373,7 @@ def pages() -> dict[Path, str]:
         "metrics.md",
         "models.md",
         "request-fields.md",
+        "sdk-reference.md",
         "spine.md",
     )
     paths = [ROOT / "docs" / name for name in names]

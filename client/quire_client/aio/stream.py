@@ -116,6 +116,7 @@ class AsyncGenerateStream:
 
     @property
     def request_id(self) -> str:
+        """The id of the request, for `abort` and logs."""
         return self._accepted.request_id
 
     @property
@@ -125,14 +126,17 @@ class AsyncGenerateStream:
 
     @property
     def model(self) -> str:
+        """The model that answers."""
         return self._accepted.model
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
         return self._accepted.prompt_tokens
 
     @property
     def num_samples(self) -> int:
+        """Number of samples of the answer."""
         return self._assembler.num_samples
 
     @property
