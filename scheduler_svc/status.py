@@ -96,6 +96,7 @@ def _pool_to_proto(pool: PoolSnapshot, now: float) -> scheduler_pb2.PoolState:
         block_size=pool.block_size,
         blocks_per_cell=pool.blocks_per_cell,
         num_shared=pool.num_shared,
+        is_ordered=pool.is_ordered,
         states=pool.states.tobytes(),
         owners=u32_to_bytes(pool.owners),
     )

@@ -62,6 +62,7 @@ def take(url: str, name: str, *, is_dark: bool) -> None:
     with open_browser(is_dark=is_dark, height=HEIGHT) as browser:
         browser.get(f"{url}/console/")
         time.sleep(LOAD_S)
+        browser.find_element(By.LINK_TEXT, "Playground").click()
         for _ in range(5):
             browser.find_element(By.ID, "clear").click()
             for question in ("What does os.path.join do?", "And how do I sort by two keys?"):
@@ -70,6 +71,7 @@ def take(url: str, name: str, *, is_dark: bool) -> None:
                 wait_for("the answer", browser.find_element(By.ID, "send").is_enabled, 60.0)
             if ", 0 from" not in browser.find_element(By.ID, "prompt-note").text:
                 break
+        browser.find_element(By.LINK_TEXT, "Overview").click()
         time.sleep(3)
         for _ in range(200):  # a moment at which both workers run several requests
             if len(browser.find_elements(By.CSS_SELECTOR, ".rows .row")) >= 10:

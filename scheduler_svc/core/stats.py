@@ -1,7 +1,7 @@
 """Load, statistics and snapshots of the core, for operators. Reading them changes nothing.
 
-The size of a snapshot is bounded: a pool with more blocks than MAX_CELLS is shown as cells of several blocks, and only
-the first rows and waiting sequences are listed.
+The size of a snapshot is bounded: of a pool with more blocks than MAX_CELLS the used blocks are shown first, as cells
+of several blocks if they are so many, and only the first rows and waiting sequences are listed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.admission.requests import Requests
-from scheduler_svc.core.block_manager import ceil_div
+from scheduler_svc.core.block_manager import CACHED, USED, ceil_div
 from scheduler_svc.core.features.adapters import ResidentAdapters
 from scheduler_svc.core.messages import Counts
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.steps.costs import Costs
 from scheduler_svc.core.worker_state import WorkerState
-from step_protocol.columns import U32
+from step_protocol.columns import I64, U32
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,8 @@ class RowSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PoolSnapshot:
-    """One worker's pool as cells of `blocks_per_cell` blocks, and its rows in order of admission.
+    """One worker's pool as cells of `blocks_per_cell` blocks, and its rows in order of admission. `is_ordered`: used
+    blocks come first, and not all others have a cell.
 
     `states`: the highest state of the blocks of each cell (BlockManager.states). `owners`: 1 + the index in `rows` of a
     row that uses the cell; 0: none that is listed.
@@ -147,6 +148,7 @@ class PoolSnapshot:
     states: U8  # [C]
     owners: U32  # [C]
     rows: list[RowSnapshot]
+    is_ordered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +167,11 @@ def pool_snapshot(worker: WorkerState) -> PoolSnapshot:
     owners = np.zeros(pool.num_blocks, dtype=np.uint32)
     for index, row in enumerate(listed):
         owners[rows.table[row, : rows.num_blocks[row]]] = index + 1
-    states = pool.states()
-    per_cell = ceil_div(pool.num_blocks, MAX_CELLS)
+    states, per_cell = pool.states(), 1
+    if is_ordered := pool.num_blocks > MAX_CELLS:
+        per_cell = max(1, ceil_div(pool.num_used, MAX_CELLS))
+        order = _used_first(states, owners)[: per_cell * MAX_CELLS]
+        states, owners = states[order], owners[order]
     return PoolSnapshot(
         worker_id=worker.capacity.worker_id,
         num_blocks=pool.num_blocks,
@@ -176,7 +181,15 @@ def pool_snapshot(worker: WorkerState) -> PoolSnapshot:
         states=_cells(states, per_cell),
         owners=_cells(owners, per_cell),
         rows=[_row(worker, row) for row in listed],
+        is_ordered=is_ordered,
     )
+
+
+def _used_first(states: U8, owners: U32) -> I64:
+    """The blocks: used ones by owner, then cached ones, then free ones."""
+    used = np.flatnonzero(states >= USED)
+    used = used[np.argsort(owners[used].astype(np.uint16), kind="stable")]  # 16 bits: a radix sort
+    return np.concatenate((used, np.flatnonzero(states == CACHED), np.flatnonzero(states < CACHED)))
 
 
 def _cells(values: Column, per_cell: int) -> Column:

@@ -245,6 +245,8 @@ def test_the_page_shows_a_request_its_blocks_and_a_chat(open_console: Console) -
 
 
 def stream_a_chat(browser: WebDriver) -> None:
+    browser.find_element(By.LINK_TEXT, "Playground").click()
+    assert not browser.find_element(By.ID, "pools").is_displayed(), "the playground is a view of its own"
     browser.find_element(By.ID, "max-tokens").clear()
     browser.find_element(By.ID, "max-tokens").send_keys("12")
     browser.find_element(By.ID, "message").send_keys("What does os.path.join do?")
@@ -274,11 +276,36 @@ def test_the_page_asks_for_keys_and_uses_them(console: Console) -> None:
         browser.find_element(By.ID, "inference-key").send_keys(USER)
         browser.find_element(By.CSS_SELECTOR, "#keys button").click()
         wait_for("the state", lambda: text_of(browser, "#connection") == "live")
+        browser.find_element(By.LINK_TEXT, "Playground").click()
         wait_for("the models", lambda: text_of(browser, "#model") == "demo")
         unexpected = [entry for entry in problems(browser) if "401" not in entry["message"]]
         assert unexpected == []
-        wide = browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
-        assert wide, "no horizontal scrolling on a narrow screen"
+
+
+CLIPPED = """
+const box = document.querySelector(".scroll").getBoundingClientRect();
+return [...document.querySelectorAll("#workers td:nth-child(4)")].filter((cell) => {
+  const state = cell.getBoundingClientRect();
+  return !state.width || state.right > box.right + 1 || cell.scrollWidth > cell.clientWidth + 1;
+}).map((cell) => cell.textContent);
+"""
+
+
+@needs_browser()
+def test_all_views_fit_on_a_phone(open_console: Console) -> None:
+    with (
+        open_browser(width=390, height=844) as browser,
+        open_console.running("a-request-with-a-rather-long-name", None),
+    ):
+        browser.get(f"{open_console.url}/console/")
+        wait_for("its row", lambda: "decode" in text_of(browser, "#pools"))
+        state = "document.querySelector('#workers td:nth-child(4)').textContent = 'lost 123 s ago, 17 sequences moved';"
+        assert browser.execute_script(state + CLIPPED) == [], "the state of a worker can be read without scrolling"
+        for link in browser.find_elements(By.CSS_SELECTOR, "nav a"):
+            link.click()
+            wide = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+            assert wide[0] <= wide[1], (link.text, wide)
+            assert browser.execute_script(OVERLAPS) == []
 
 
 OVERLAPS = """

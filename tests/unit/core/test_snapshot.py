@@ -46,13 +46,18 @@ def test_states_and_owners_of_blocks() -> None:
     check_scheduler(scheduler)
 
 
-def test_a_large_pool_is_shown_in_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("max_cells", "per_cell"), [(8, 1), (2, 2)])
+def test_used_blocks_of_a_large_pool_are_shown_first(
+    monkeypatch: pytest.MonkeyPatch, max_cells: int, per_cell: int
+) -> None:
     whole = running(30).pool_snapshots()[0]
-    monkeypatch.setattr(stats, "MAX_CELLS", 8)
+    monkeypatch.setattr(stats, "MAX_CELLS", max_cells)
     cells = running(30).pool_snapshots()[0]
-    assert (cells.blocks_per_cell, len(cells.states), len(cells.owners)) == (4, 8, 8)
-    padded = np.pad(whole.states, (0, 2)).reshape(8, 4)
-    assert cells.states.tolist() == padded.max(axis=1).tolist()
+    assert (whole.is_ordered, cells.is_ordered) == (False, True)
+    assert (cells.blocks_per_cell, len(cells.states), len(cells.owners)) == (per_cell, max_cells, max_cells)
+    num_used = -(-int((whole.states >= USED).sum()) // per_cell)
+    assert (cells.states >= USED).tolist() == [True] * num_used + [False] * (max_cells - num_used)
+    assert (np.diff(cells.owners[:num_used].astype(int)) >= 0).all(), "the blocks of a row are together"
 
 
 def test_lists_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,17 @@ async function poll() {
   return setTimeout(poll, pause);
 }
 
+// The view that the address names; the first one by default.
+function showView() {
+  const views = [...document.querySelectorAll("[data-view]")];
+  const name = location.hash.slice(1).split("=")[0];
+  const shown = views.find((view) => view.dataset.view === name) ?? views[0];
+  for (const view of views) view.hidden = view !== shown;
+  for (const link of document.querySelectorAll("nav a")) link.ariaCurrent = link.hash === `#${shown.dataset.view}` ? "page" : null;
+}
+
+addEventListener("hashchange", showView);
+showView();
 field("keys-button").addEventListener("click", () => {
   field("operator-key").value = keys.operator;
   field("inference-key").value = keys.inference;

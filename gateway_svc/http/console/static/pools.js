@@ -48,7 +48,7 @@ class PoolView {
     const owners = new Uint32Array(decode(pool.owners).buffer);
     const now = performance.now();
     for (let i = 0; i < states.length; i++) {
-      const hasChanged = this.states && (states[i] !== this.states[i] || owners[i] !== this.owners[i]);
+      const hasChanged = this.states && !pool.is_ordered && (states[i] !== this.states[i] || owners[i] !== this.owners[i]);
       this.changedAt[i] = hasChanged ? now : (this.changedAt[i] ?? -FLASH_MS);
     }
     this.states = states;
@@ -68,6 +68,7 @@ class PoolView {
       ["span", `${worker.rows_used} of ${worker.rows_total} rows`],
       ["span", `${worker.blocks_used} used, ${pool.num_shared} shared, ${worker.blocks_cached} cached, ${worker.blocks_free} free`],
       ["span", `${total} blocks of ${pool.block_size} tokens${pool.blocks_per_cell > 1 ? `, ${pool.blocks_per_cell} per square` : ""}`],
+      ["span", pool.is_ordered ? "used blocks first" : ""],
     ];
     this.head.replaceChildren(...parts.map(([tag, text, name]) => make(tag, text, name)));
     this.canvas.setAttribute(
@@ -164,10 +165,8 @@ class PoolView {
     const cell = Math.floor(event.offsetY / size) * perLine + Math.floor(event.offsetX / size);
     if (!(cell in this.states)) return showTip(null);
     const row = this.owners[cell] ? this.pool.rows[this.owners[cell] - 1] : null;
-    const first = cell * this.pool.blocks_per_cell;
-    const state = NAMES[this.states[cell]];
-    const name = this.pool.blocks_per_cell > 1 ? `blocks from ${first}` : `block ${first}`;
-    showTip(event, `${name}: ${state}${row ? `\n${row.request_id}` : ""}`);
+    const name = this.pool.is_ordered ? "" : `block ${cell}: `;
+    showTip(event, `${name}${NAMES[this.states[cell]]}${row ? `\n${row.request_id}` : ""}`);
   }
 }
 
