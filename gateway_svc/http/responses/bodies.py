@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from gateway_svc.http import fields
 from gateway_svc.http.fields import ignored_names, invalid, path_names, set_parameters, shown
 from gateway_svc.http.openai.bodies import body_of
 from gateway_svc.http.openai.chat import EFFORTS, TOOL_CHOICES, flag
-from gateway_svc.http.responses.events import HEAD_DEFAULTS, Json
+from gateway_svc.http.responses.events import HEAD_DEFAULTS, NAMESPACE, Json, flat_name
 from gateway_svc.http.responses.items import items_of, messages_of
 
 MAX_METADATA = 16
@@ -141,17 +141,17 @@ def _set_tools(chat: pb.Chat, body: Mapping[str, Any]) -> tuple[list[str], dict[
     if tools is not None and not isinstance(tools, list):
         raise invalid("tools", f"is {shown(tools)}; must be a list")
     functions, ignored, names = list[Json](), dict[str, None](), dict[str, str]()
-    for i, tool in enumerate(tools or ()):
-        if not isinstance(tool, dict):
-            raise invalid(f"tools[{i}]", f"is {shown(tool)}; must be an object")
+    for where, namespace, tool in _each_tool(tools or ()):
         if tool.get("type") != "function":
             ignored[f"tools.{tool.get('type')}"] = None
             continue
-        if not isinstance(tool.get("name"), str) or not tool["name"]:
-            raise invalid(f"tools[{i}].name", f"is {shown(tool.get('name'))}; must be the name of a function")
-        names[f"prompt.chat.tools_json[{len(functions)}].function"] = f"tools[{i}]"
-        own = {name: value for name, value in tool.items() if name != "type" and value is not None}
-        functions.append({"type": "function", "function": own})
+        name = _name_of(where, tool, "a function")
+        names[f"prompt.chat.tools_json[{len(functions)}].function"] = where
+        own = {key: value for key, value in tool.items() if key != "type" and value is not None}
+        functions.append({"type": "function", "function": {**own, "name": flat_name(namespace, name)}})
+    if choice == "required" and ignored and not functions:
+        words = f"is required, but no tool is a function; {', '.join(ignored)} is not served"
+        raise invalid("tool_choice", words)
     if functions:
         chat.tools_json = json.dumps(functions, ensure_ascii=False)
     _set_choice(chat, choice)
@@ -160,11 +160,33 @@ def _set_tools(chat: pb.Chat, body: Mapping[str, Any]) -> tuple[list[str], dict[
     return list(ignored), names
 
 
+def _each_tool(tools: Sequence[Any]) -> Iterator[tuple[str, str, Json]]:
+    """The field and the namespace of each tool, and the tool."""
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}]"
+        if not isinstance(tool, dict):
+            raise invalid(where, f"is {shown(tool)}; must be an object")
+        if tool.get("type") != NAMESPACE:
+            yield where, "", tool
+            continue
+        namespace, own = _name_of(where, tool, "a namespace"), tool.get("tools")
+        if not isinstance(own, list) or not all(isinstance(one, dict) for one in own):
+            raise invalid(f"{where}.tools", f"is {shown(own)}; must be a list of objects")
+        for j, one in enumerate(own):
+            yield f"{where}.tools[{j}]", namespace, one
+
+
+def _name_of(where: str, tool: Json, kind: str) -> str:
+    if not isinstance(tool.get("name"), str) or not tool["name"]:
+        raise invalid(f"{where}.name", f"is {shown(tool.get('name'))}; must be the name of {kind}")
+    return str(tool["name"])
+
+
 def _set_choice(chat: pb.Chat, choice: Any) -> None:
     if choice is None:
         return
     if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
-        chat.tool_name = choice["name"]
+        chat.tool_name = flat_name(str(choice.get(NAMESPACE) or ""), choice["name"])
     elif isinstance(choice, str) and choice in TOOL_CHOICES:
         chat.tool_choice = TOOL_CHOICES[choice]
     else:

@@ -12,7 +12,7 @@ Number 1 is used for background responses only. Ids of items are functions of th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import xxhash
@@ -22,6 +22,12 @@ from gateway_svc.http.json_text import encoded_list, joined_lists
 Json = dict[str, Any]
 
 MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
+NAMESPACE = "namespace"  # type of a tool that has functions, and the field of their calls
+
+
+def flat_name(namespace: str, name: str) -> str:
+    """The name under which the model knows a function, which may be one of a namespace."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,7 @@ class OutputPart:
     name: str = ""  # name of the called function
     call_id: str = ""
     logprobs: Any = ()  # log probabilities of the tokens of a message's text: a list, or one that is encoded
+    namespace: str = ""  # namespace of the called function
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +129,8 @@ class _OutputItem:
         head: Json = {"id": self.id, "type": self.part.kind, "status": status}
         if self.part.kind == CALL:
             arguments = "" if is_empty else self.text
+            if self.part.namespace:
+                head[NAMESPACE] = self.part.namespace
             return {**head, "call_id": self.part.call_id, "name": self.part.name, "arguments": arguments}
         content = [] if is_empty else [self.content(self.text)]
         own: Json = {"role": "assistant"} if self.part.kind == MESSAGE else {"summary": []}
@@ -139,6 +148,13 @@ class ResponseEvents:
 
     def __init__(self, head: Json) -> None:
         self._head = head
+        spaces = [tool for tool in head.get("tools", ()) if tool.get("type") == NAMESPACE]
+        self._functions = {  # namespace and name of a function in one, by the name that the model knows
+            flat_name(space["name"], one["name"]): (space["name"], one["name"])
+            for space in spaces
+            for one in space["tools"]
+            if one.get("type") == "function"
+        }
         self._next = 0
         self._items: list[_OutputItem] = []
         self._is_open = False  # the last item is not complete
@@ -200,6 +216,9 @@ class ResponseEvents:
 
     def _open_item(self, part: OutputPart) -> list[Event]:
         index = len(self._items)
+        if part.kind == CALL and part.name in self._functions and not part.namespace:
+            namespace, name = self._functions[part.name]
+            part = replace(part, namespace=namespace, name=name)
         item = _OutputItem(item_id(self._head["id"], part.kind, str(index)), index, part)
         self._items.append(item)
         self._is_open = True
@@ -251,7 +270,8 @@ def events_of(response: Json) -> list[Event]:
 def part_of(index: int, item: Json) -> OutputPart:
     """The whole text of an output item."""
     if item["type"] == CALL:
-        return OutputPart(index, CALL, item["arguments"], item["name"], item["call_id"])
+        namespace = item.get(NAMESPACE, "")
+        return OutputPart(index, CALL, item["arguments"], item["name"], item["call_id"], namespace=namespace)
     logprobs = [one for content in item["content"] for one in content.get("logprobs", ())]
     text = "".join(content["text"] for content in item["content"])
     return OutputPart(index, item["type"], text, logprobs=encoded_list(logprobs) if logprobs else ())

@@ -9,7 +9,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.http.fields import invalid, shown
 from gateway_svc.http.openai.chat import image_part, set_parts
-from gateway_svc.http.responses.events import CALL, MESSAGE, REASONING, Json, item_id
+from gateway_svc.http.responses.events import CALL, MESSAGE, NAMESPACE, REASONING, Json, flat_name, item_id
 
 OUTPUT = "function_call_output"
 KINDS = (MESSAGE, REASONING, CALL, OUTPUT)
@@ -70,7 +70,8 @@ def _add(messages: list[pb.ChatMessage], where: str, item: Json) -> None:
         _turn(messages, is_taken=lambda last: True).reasoning = _reasoning_of(where, item)
     elif kind == CALL:
         call = _turn(messages, is_taken=lambda last: False).tool_calls.add()
-        call.id, call.name = _string(where, item, "call_id"), _string(where, item, "name")
+        namespace = _string(where, item, NAMESPACE) if item.get(NAMESPACE) else ""
+        call.id, call.name = _string(where, item, "call_id"), flat_name(namespace, _string(where, item, "name"))
         call.arguments = _string(where, item, "arguments")
     elif kind == OUTPUT:
         messages.append(pb.ChatMessage(role="tool", tool_call_id=_string(where, item, "call_id")))

@@ -95,6 +95,46 @@ async def test_an_answer_with_reasoning_and_calls_has_an_item_each() -> None:
         assert {"response.reasoning_text.delta", "response.function_call_arguments.done"} <= kinds
 
 
+CUSTOM = {"type": "custom", "name": "x"}
+NOTES: dict[str, Any] = {"type": "namespace", "name": "mcp__notes", "tools": [TOOLS[1], CUSTOM]}
+
+
+async def test_functions_of_a_namespace_are_called_by_both_names() -> None:
+    """As agents send the tools of an MCP server, beside a function of the same name."""
+    async with serving() as (gateway, scheduler), HttpGateway(gateway) as http:
+        names = ("mcp__notes__clock", "clock")
+        calls = "\n".join(f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in names)
+        scheduler.play([*encode(calls), 1], EOS)
+        body: dict[str, Any] = {"input": "x", "tools": [TOOLS[1], NOTES], "tool_choice": "auto"}
+        status, headers, answer = await http.post(PATH, body)
+        assert status == 200, answer
+        assert headers["x-ignored-fields"] == "tools.custom"
+        assert answer["tools"] == body["tools"]
+        called = [(item.get("namespace"), item["name"], item["arguments"]) for item in answer["output"]]
+        assert called == [("mcp__notes", "clock", "{}"), (None, "clock", "{}")]
+        async with http.session.post(PATH, json={**body, "stream": True}) as reply:
+            events = events_of(await reply.text())
+        items = [event["item"] for event in events if "item" in event]
+        assert [(item.get("namespace"), item["name"]) for item in items] == [
+            (space, "clock") for space in ("mcp__notes", "mcp__notes", None, None)
+        ]
+        assert events[-1]["response"]["output"] == [items[1], items[3]]
+        (turn,) = messages_of(items_of(answer["output"]))
+        assert [call.name for call in turn.tool_calls] == list(names)
+        forced = {"type": "function", "namespace": "mcp__notes", "name": "clock"}
+        assert (await http.post(PATH, {**body, "tool_choice": forced}))[0] == 200
+        for tools, field in (
+            ([{**NOTES, "name": 5}], "tools[0].name"),
+            ([{**NOTES, "tools": 5}], "tools[0].tools"),
+            ([{**NOTES, "tools": [{**TOOLS[1], "name": None}]}], "tools[0].tools[0].name"),
+            ([{**NOTES, "tools": [{**TOOLS[1], "parameters": 5}]}], "tools[0].tools[0].parameters"),
+        ):
+            status, _, answer = await http.post(PATH, {"input": "x", "tools": tools})
+            assert (status, answer["error"]["param"]) == (400, field)
+        _, _, answer = await http.post(PATH, {"input": "x", "tools": [CUSTOM], "tool_choice": "required"})
+        assert "no tool is a function; tools.custom is not served" in answer["error"]["message"]
+
+
 async def test_tool_choice_and_formats_reach_the_request() -> None:
     async with serving() as (gateway, scheduler), HttpGateway(gateway) as http:
         scheduler.play([*encode("Hello"), 1], EOS)
