@@ -45,6 +45,11 @@ class ProtoMessage(Protocol):
     def ListFields(self) -> Sequence[tuple[Any, Any]]: ...
 
 
+def has_grammar(sampling: ProtoMessage) -> bool:
+    """Whether a SamplingParams constrains the output."""
+    return not GRAMMAR_FIELDS.isdisjoint(field.name for field, _ in sampling.ListFields())
+
+
 class Kind(Enum):
     """Type of a field's value, named as in the protocol."""
 

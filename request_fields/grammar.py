@@ -55,11 +55,9 @@ class Grammar:
         return self.kind, self.text
 
 
-def grammar_of(sampling: ProtoMessage) -> Grammar | None:
-    """The grammar of a SamplingParams; None if it has none. Raises FieldError if several are set or one is too long."""
+def grammar_of(sampling: ProtoMessage) -> Grammar:
+    """The grammar of a SamplingParams that has one. Raises FieldError if it has several, or one that is too long."""
     values = {d.name: value for d, value in sampling.ListFields() if d.name in GRAMMAR_FIELDS}
-    if not values:
-        return None
     if len(values) > 1:
         *others, last = sorted(values)
         raise FieldError(f"sampling.{last}", f"is set together with {' and '.join(others)}; set only one of them")

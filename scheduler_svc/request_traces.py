@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 
 def log_queued(group: SequenceGroup) -> None:
     """Log that a request was queued."""
-    if not log.isEnabledFor(logging.DEBUG):
-        return
     facts = {
         "request_id": group.request_id,
         "prompt_tokens": len(group.prompt),
@@ -41,8 +39,6 @@ def log_queued(group: SequenceGroup) -> None:
 
 def log_finished(finished: Finished, now: float) -> None:
     """Log that a sample of a request has ended."""
-    if not log.isEnabledFor(logging.DEBUG):
-        return
     group = finished.group
     facts = {
         "request_id": group.request_id,

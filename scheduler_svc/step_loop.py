@@ -312,17 +312,11 @@ class StepLoop:
             self._settle_holds()
         for batch in batches:
             self._workers[batch.worker_id].send(batch)
-        for swap in self.core.adapters.take_swaps():
-            self._workers[swap.worker_id].swap_adapter(swap)
-        for move in self.core.moves.take_moves():
-            source = None if move.source is None else self._workers.get(move.source.worker_id)
-            address = "" if move.source is None else move.source.address
-            self._workers[move.worker_id].fetch_blocks(move, source.address if source and not address else address)
-        if self.lenders is not None:
-            for search in self.core.moves.take_searches():
-                self.lenders.search(search)
-            for lent in self.core.moves.take_read():
-                self.lenders.give_back(lent)
+        if self.core.adapters.preparing:
+            for swap in self.core.adapters.take_swaps():
+                self._workers[swap.worker_id].swap_adapter(swap)
+        if self.core.moves.is_on:
+            self._begin_moves()
         if requeued := self.core.take_requeued():
             self._record_requeued(requeued)
         if is_traced:
@@ -337,6 +331,17 @@ class StepLoop:
             self._release_drained()
         if changes := self.core.take_prefix_events():
             self._index.publish(changes)
+
+    def _begin_moves(self) -> None:
+        for move in self.core.moves.take_moves():
+            source = None if move.source is None else self._workers.get(move.source.worker_id)
+            address = "" if move.source is None else move.source.address
+            self._workers[move.worker_id].fetch_blocks(move, source.address if source and not address else address)
+        if self.lenders is not None:
+            for search in self.core.moves.take_searches():
+                self.lenders.search(search)
+            for lent in self.core.moves.take_read():
+                self.lenders.give_back(lent)
 
     def _record_requeued(self, requeued: list[QueuedSequence]) -> None:
         for sequence in requeued:
@@ -359,7 +364,8 @@ class StepLoop:
         # Drop finished requests at once: a late cancel must not find a request that another stream has taken over.
         for finished in deltas.finished:
             group = finished.group
-            log_finished(finished, self._now)
+            if log.isEnabledFor(logging.DEBUG):
+                log_finished(finished, self._now)
             if finished.reason is FinishReason.ERROR:
                 self.events.add(self._now, "samples ended with an error", is_bad=True, count=1)
             if group.is_finished:
@@ -422,7 +428,8 @@ class StepLoop:
         except SchedulerError as error:
             raise refusal_from(error, self._queue_retry_s) from error
         self._requests[key] = group
-        log_queued(group)
+        if log.isEnabledFor(logging.DEBUG):
+            log_queued(group)
         if finished.finished:
             self._produce(finished)
 

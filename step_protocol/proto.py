@@ -14,7 +14,7 @@ from quire.internal.v1 import encoder_pb2, inputs_pb2, pooling_pb2, worker_pb2
 from quire.v1 import types_pb2
 
 from request_fields import checks
-from request_fields.fields import FieldError, sampling_params
+from request_fields.fields import FieldError, has_grammar, sampling_params
 from request_fields.grammar import Grammar, grammar_of
 from step_protocol.columns import (
     EMPTY,
@@ -299,7 +299,7 @@ def _rules(message: worker_pb2.RowOpen) -> TokenRules:
 
 def _grammar(field: str, sampling: types_pb2.SamplingParams) -> Grammar | None:
     try:
-        return grammar_of(sampling)
+        return grammar_of(sampling) if has_grammar(sampling) else None
     except FieldError as error:
         raise WireError(f"{field}.{error}", f"{field}.{error.field}") from None
 

@@ -223,8 +223,8 @@ class WorkerBlocks:
         if store is None or records is None:
             return
         block_size = records.blocks.block_size
-        self._seals.note(scheduler_epoch, batch.commit_blocks, tags)
         if len(batch.commit_blocks):
+            self._seals.note(scheduler_epoch, batch.commit_blocks, tags)
             seals = self._seals.of(batch.commit_blocks)
             store.offer(Committed(self._executor.worker_epoch, batch.commit_blocks, batch.commit_digests, seals))
         for opened in batch.opens:

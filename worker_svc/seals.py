@@ -23,7 +23,7 @@ class Seals:
 
     def note(self, scheduler_epoch: int, block_ids: U32, tags: bytes) -> None:
         """Records that blocks [K] were committed under this lease. `tags`: 16 bytes x K, or empty."""
-        if not len(block_ids) or not (tags or len(self._seals)):
+        if not (tags or len(self._seals)):
             return
         self._grow(int(block_ids.max()) + 1)
         seals = np.zeros((len(block_ids), SEAL_BYTES), np.uint8)

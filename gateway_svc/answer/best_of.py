@@ -11,7 +11,7 @@ from dataclasses import replace
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.answer.stream import AnswerSource, SampleStream, new_texts
+from gateway_svc.answer.stream import SampleStream, new_texts
 from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.request.resume import BestOf
 from gateway_svc.schedulers.logprobs import PromptLogprobJournal
@@ -20,11 +20,6 @@ from gateway_svc.text.detokenizer import SampleText
 from svc_common.errors import InvalidRequestError
 
 INCOMPLETE = (types.FINISH_REASON_ERROR, types.FINISH_REASON_ABORTED)
-
-
-def source_of(request: SchedulerRequest, plan: GenerationPlan) -> AnswerSource:
-    """The samples that are sent for a request: all, or the best ones."""
-    return request if plan.resume.best_of is None else BestSamples(request, plan, plan.resume.best_of)
 
 
 class ComputedSample:

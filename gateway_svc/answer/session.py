@@ -145,7 +145,6 @@ def answer_message(base: SessionBase, model: ServedModel) -> pb.ChatMessage:
     """The output of a session as a message of the assistant."""
     request, content = pb.GenerateRequest(), base.record.content
     request.CopyFrom(base.request)
-    request.output.parse_chat = True
     prompt_ids = u32_from_bytes(content.prompt_token_ids)
     plan = answer_plan(request, model, read_tools(request.prompt.chat), prompt_ids)
     if plan is None:

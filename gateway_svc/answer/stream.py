@@ -292,8 +292,10 @@ class GenerationStream:
         texts = new_texts(plan, plan.sampling.params.n)
         self._samples = [SampleStream(i, plan, text, signer) for i, text in enumerate(texts)]
         self._ends = [s.prime(output) for s, output in zip(self._samples, plan.resume.outputs, strict=True)]
-        tokenizer = plan.model.text.tokenizer if plan.output.wants_text else None
-        self._prompt = PromptLogprobStream(plan.prompt.ids, plan.resume.num_prompt_logprobs, tokenizer)
+        self._prompt: PromptLogprobStream | None = None
+        if plan.output.prompt_logprobs is not None:
+            tokenizer = plan.model.text.tokenizer if plan.output.wants_text else None
+            self._prompt = PromptLogprobStream(plan.prompt.ids, plan.resume.num_prompt_logprobs, tokenizer)
         self._num_open = plan.resume.finished[: len(self._samples)].count(False)
         self._event_seq = 0
         self._is_accepted = False
@@ -352,7 +354,7 @@ class GenerationStream:
     def _events(self, news: Sequence[int]) -> Iterator[pb.GenerateResponse]:
         """The Chunks for new output of the request, and one Finished per sample that has ended now."""
         source, meter, now = self._source, self._meter, self._meter.now()
-        if source.prompt_logprobs is not None:
+        if self._prompt is not None and source.prompt_logprobs is not None:
             for event in self._prompt.events(source.prompt_logprobs):
                 event.event_seq = self._event_seq
                 self._event_seq += 1

@@ -27,13 +27,15 @@ class KeyLimits:
 
     def __init__(self, file: LimitsFile | None = None, buckets: RateBuckets | None = None) -> None:
         self._file = file
+        self.names_owners = file is not None  # some owners may be limited
         self._buckets = buckets
         self._open: dict[str, str] = {}  # owner by stream id
         self._keeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Renew the counts of open streams until `close`."""
-        self._keeper = asyncio.create_task(self._keep())
+        if self._buckets is not None:
+            self._keeper = asyncio.create_task(self._keep(self._buckets))
 
     async def close(self) -> None:
         if self._keeper is not None:
@@ -117,8 +119,7 @@ class KeyLimits:
             # Shielded: a stream is also released when its client disconnects.
             await asyncio.shield(self._buckets.give_back(owner, limits, stream_id, unused))
 
-    async def _keep(self) -> None:
+    async def _keep(self, buckets: RateBuckets) -> None:
         while True:
             await asyncio.sleep(STREAM_TTL_S / 3)
-            if self._buckets is not None:
-                await self._buckets.keep([(owner, stream_id) for stream_id, owner in self._open.items()])
+            await buckets.keep([(owner, stream_id) for stream_id, owner in self._open.items()])

@@ -42,7 +42,8 @@ class CallAdmission:
         """The model of a request whose fields are checked. Raises QuireError if the caller may not use it now."""
         model = self._directory.find(request.model, revision, adapter)
         annotate(model=model.name)
-        self._keys.check(current_caller.get().owner, model.name, request.scheduling.priority)
+        if self._keys.names_owners:
+            self._keys.check(current_caller.get().owner, model.name, request.scheduling.priority)
         return model
 
     def counted(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.answer.best_of import source_of
+from gateway_svc.answer.best_of import BestSamples
 from gateway_svc.answer.open_streams import OpenStream, OpenStreams
 from gateway_svc.answer.receipts import ReceiptSigner
 from gateway_svc.answer.request_traces import GenerationTraces, RequestTrace
@@ -170,7 +170,9 @@ class GenerationPipeline:
                 stream.set_request(submission.request)
                 if resumed is None or not resumed.follows:
                     submission.send()
-                answer.begin(source_of(submission.request, plan), stream.meter, recording)
+                best = plan.resume.best_of
+                source = submission.request if best is None else BestSamples(submission.request, plan, best)
+                answer.begin(source, stream.meter, recording)
                 while not answer.is_over:
                     last = None
                     for message in await answer.next_messages():

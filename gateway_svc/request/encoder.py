@@ -44,10 +44,8 @@ class EncoderPlan:
         return prompt_ids + array("I", [0] * self.num_padding) + array("I", self.decoder_ids)
 
 
-def decoder_start(prompt: pb.Prompt, model: ServedModel) -> DecoderStart | None:
-    """How the decoder starts; None if the model has no encoder."""
-    if not model.info.HasField("encoder"):
-        return None
+def decoder_start(prompt: pb.Prompt, model: ServedModel) -> DecoderStart:
+    """How the decoder of a model with an encoder starts."""
     info = model.info.encoder
     if info.HasField("audio"):
         return _speech_start(prompt.audio, model)

@@ -94,7 +94,7 @@ def _check(request: pb.GenerateRequest, model: ServedModel, max_tokens: int, gra
     stop.max_tokens = max_tokens
     with FieldErrors():
         condition = stop_condition(checks.values_set(stop), is_constrained=grammar is not None)
-        beams = beam_params(checks.values_set(sampling), condition.max_tokens)
+        beams = beam_params(checks.values_set(sampling), condition.max_tokens) if sampling.beam_width else None
     bad_words_ids = _tokenize_bad_words(sampling.bad_words, model)
     with FieldErrors():
         checks.check_sampled_ids(sampling, model.info.vocab_size)

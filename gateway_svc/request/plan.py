@@ -134,7 +134,7 @@ def plan_generation(
     if request.sampling.num_forced_tokens and request.sampling.num_forced_tokens >= len(ids):
         words = f"is {request.sampling.num_forced_tokens}; must be less than the prompt's {len(ids)} tokens"
         raise invalid("sampling.num_forced_tokens", words)
-    start = encoder.decoder_start(request.prompt, model)
+    start = encoder.decoder_start(request.prompt, model) if model.info.HasField("encoder") else None
     if start is None:
         with FieldErrors():
             max_tokens = model.limits.resolve(len(ids), stop.max_tokens if stop.HasField("max_tokens") else None)
@@ -193,7 +193,7 @@ def _output_plan(
         wants_token_ids=not output.HasField("token_ids") or output.token_ids,
         skip_special_tokens=not output.HasField("skip_special_tokens") or output.skip_special_tokens,
         joins_events=request.joins_events,
-        answer=answer_plan(request, model, prompt.tools, ids) if wants_text else None,
+        answer=answer_plan(request, model, prompt.tools, ids) if wants_text and output.parse_chat else None,
         logprobs=output.logprobs if output.HasField("logprobs") else None,
         prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
         wants_receipt=request.receipt,

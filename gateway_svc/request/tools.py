@@ -120,8 +120,8 @@ def _read_tool(where: str, tool: Any) -> tuple[str, Mapping[str, Any]]:
 def answer_plan(
     request: pb.GenerateRequest, model: ServedModel, tools: ChatTools, prompt_ids: Sequence[int]
 ) -> AnswerPlan | None:
-    """How to parse the answers; None: the request wants plain text."""
-    if not request.output.parse_chat or model.text.tokenizer is None:
+    """How to parse the answers as messages of a chat; None without a tokenizer."""
+    if model.text.tokenizer is None:
         return None
     chat = request.prompt.chat
     format = model.chat_format(chat.chat_template, has_tools=bool(tools.given))

@@ -17,6 +17,7 @@ from gateway_svc.request.cost import check_cost
 from gateway_svc.request.field_errors import FieldErrors, invalid
 from gateway_svc.request.prompts.readers import check_prompt
 from request_fields import checks
+from request_fields.fields import has_grammar
 from request_fields.grammar import Grammar, grammar_of
 from svc_common.errors import NotConfiguredError
 
@@ -56,7 +57,7 @@ def check_generate(
         if is_new:
             checks.check_beams(request)
         check_cost(request, (request.prompt,))
-        grammar = grammar_of(request.sampling)
+        grammar = grammar_of(request.sampling) if has_grammar(request.sampling) else None
     check_priority(request.scheduling.priority, limits)
     _check_logprobs(request.output, limits.max_logprobs)
     if request.sampling.num_forced_tokens:

@@ -96,7 +96,7 @@ class Scheduler:
         self.adapters = AdapterSwaps(
             self._workers,
             self._requests.groups,
-            self._placement.take_preparing,
+            self._placement.preparing,
             self._requests.update_schedulable,
             self._leave,
         )

@@ -19,7 +19,7 @@ from quire.v1 import types_pb2
 from prefix_index.hashing import encoder_digest, root_key
 from request_fields import checks
 from request_fields.beams import BeamParams, beam_params
-from request_fields.fields import MAX_BANNED_IDS, FieldError, StopCondition, stop_condition
+from request_fields.fields import MAX_BANNED_IDS, FieldError, StopCondition, has_grammar, stop_condition
 from request_fields.grammar import grammar_of
 from scheduler_svc.core.features.adapters import UsesAdapter
 from scheduler_svc.core.features.beams import Beams
@@ -115,8 +115,10 @@ def _parameters(submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo) -> Para
     if not submit.stop.HasField("max_tokens"):
         raise InvalidRequestError("stop.max_tokens is unset; the gateway must set it", field="stop.max_tokens")
     with _field_errors():
-        stop = stop_condition(checks.values_set(submit.stop), is_constrained=grammar_of(sampling) is not None)
-        beams = beam_params(checks.values_set(sampling), stop.max_tokens)
+        if is_constrained := has_grammar(sampling):
+            grammar_of(sampling)  # raises for what a worker would refuse
+        stop = stop_condition(checks.values_set(submit.stop), is_constrained=is_constrained)
+        beams = beam_params(checks.values_set(sampling), stop.max_tokens) if sampling.beam_width else None
     if beams is not None and beams.width > info.max_num_seqs:
         raise InvalidRequestError(
             f"sampling.beam_width is {beams.width}; must be at most {info.max_num_seqs}", field="sampling.beam_width"

@@ -16,8 +16,7 @@ from quire.v1 import types_pb2 as types
 
 from request_fields import checks
 from request_fields.beams import ONLY_WITH_BEAMS
-from request_fields.fields import BY_PATH, FieldError, FinishReason, StopCondition, stop_condition
-from request_fields.grammar import grammar_of
+from request_fields.fields import BY_PATH, FieldError, FinishReason, StopCondition, has_grammar, stop_condition
 from request_fields.receipts import Receipt, ReceiptError
 from worker_svc.engine.config import EngineInfo
 
@@ -122,7 +121,7 @@ def parameters_of(receipt: Receipt) -> ReceiptParameters:
         sampling = ParseDict(payload["sampling"], types.SamplingParams())
         stop = ParseDict(payload["stop"], types.StopParams())
         checks.check_fields(pb.GenerateRequest(sampling=sampling, stop=stop))
-        condition = stop_condition(checks.values_set(stop), is_constrained=grammar_of(sampling) is not None)
+        condition = stop_condition(checks.values_set(stop), is_constrained=has_grammar(sampling))
         bad_words_ids = [types.TokenIds(ids=ids).ids for ids in payload["bad_words_ids"]]
         seed = integer(payload, "seed", 0, (1 << 64) - 1)
     except (ParseError, FieldError, KeyError, TypeError, ValueError) as error:

@@ -274,10 +274,12 @@ class StepExecutor:
 
     def _accept(self, lease: Lease, message: worker_pb2.StepBatch, queued: list[QueuedStep]) -> Answer:
         batch, tags = step_batch_from_proto(message), commit_tags(message)
-        self._row_log.note(message, batch)
+        if log.isEnabledFor(logging.DEBUG):
+            self._row_log.note(message, batch)
         if self._row_traces is not None:
             self._row_traces.note(message, batch)
-        self._seals.note(lease.epoch, batch.commit_blocks, tags)
+        if len(batch.commit_blocks):
+            self._seals.note(lease.epoch, batch.commit_blocks, tags)
         answer: Answer = asyncio.get_running_loop().create_future()
         answer.add_done_callback(self._record_answered)
         if not self._in_flight:

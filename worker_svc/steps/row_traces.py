@@ -19,15 +19,13 @@ log = logging.getLogger(__name__)
 
 
 class RowLog:
-    """Keeps the requests of open rows while debug logging is on; costs nothing otherwise."""
+    """Keeps the requests of open rows, for debug logs."""
 
     def __init__(self) -> None:
         self._request_ids: dict[int, str] = {}
 
     def note(self, message: worker_pb2.StepBatch, batch: StepBatch) -> None:
         """A step was accepted; `batch` is the decoded message."""
-        if not log.isEnabledFor(logging.DEBUG):
-            return
         for row in batch.close_rows.tolist():
             self._record_closed(row, batch.step_id)
         for row_open in message.opens:

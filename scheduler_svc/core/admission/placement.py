@@ -133,7 +133,7 @@ class Placement:
         self._num_admitted = 0
         self._reserved: Bools | None = None  # workers reserved for starved sequences in this pass
         self._digests = PromptDigests(config.root_salt)
-        self._preparing: dict[str, WorkerState] = {}
+        self.preparing: dict[str, WorkerState] = {}  # asked to prepare since the caller last looked
         self._waits: list[Wait] = []  # of the last pass, if all its sequences got one
         self._is_cut = False  # the last pass ended before the queue
         self._set([], np.zeros(0))
@@ -150,7 +150,7 @@ class Placement:
         self._set([*self._workers, worker], np.append(self._written, written))
 
     def leave(self, worker: WorkerState) -> None:
-        self._preparing.pop(worker.capacity.worker_id, None)
+        self.preparing.pop(worker.capacity.worker_id, None)
         stays = np.array([other is not worker for other in self._workers])
         self._set([other for other in self._workers if other is not worker], self._written[stays])
 
@@ -484,14 +484,8 @@ class Placement:
     def _prepare(self, worker: WorkerState, group: SequenceGroup, *, is_starved: bool = False) -> bool | None:
         """Ask a worker to prepare for a waiting request. None if it is ready, else whether preparation is under way."""
         under_way = [part.prepare(group, is_starved=is_starved) for part in worker.parts_of(group)]
-        self._preparing[worker.capacity.worker_id] = worker
+        self.preparing[worker.capacity.worker_id] = worker
         return None if worker.is_ready(group) else any(under_way)
-
-    def take_preparing(self) -> list[WorkerState]:
-        """The workers that were asked to prepare since the last call."""
-        preparing = list(self._preparing.values())
-        self._preparing.clear()
-        return preparing
 
     def _should_wait(self, entry: QueueEntry, extra_tokens: int, now: float, tokens_per_s: float | None) -> bool:
         if entry.held_since is None:

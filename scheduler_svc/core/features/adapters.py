@@ -178,7 +178,7 @@ def adapter_of(group: SequenceGroup) -> bytes:
 class AdapterSwaps:
     """The adapters of all workers. The caller swaps them and reports their memory.
 
-    `take_preparing` returns the workers that were asked to prepare since its last call. `on_change` is called when a
+    `preparing` has the workers that were asked to prepare since the last `take_swaps`. `on_change` is called when a
     worker can run other requests than before, with a function that tells which are affected: a resident adapter changes
     only which rows can open, so the end of a swap costs the queue nothing. `preempt` queues a running sequence again.
     """
@@ -187,13 +187,13 @@ class AdapterSwaps:
         self,
         workers: Mapping[str, WorkerState],
         groups: Mapping[str, SequenceGroup],
-        take_preparing: Callable[[], list[WorkerState]],
+        preparing: dict[str, WorkerState],
         on_change: Callable[[Callable[[SequenceGroup], bool]], None],
         preempt: Callable[[WorkerState, Sequence], None],
     ) -> None:
         self._workers = workers
         self._groups = groups
-        self._take_preparing = take_preparing
+        self.preparing = preparing
         self._on_change = on_change
         self._preempt = preempt
 
@@ -212,7 +212,8 @@ class AdapterSwaps:
         """Adapters that workers must make resident for waiting sequences. The caller reports each one's end with
         `end_swap`.
         """
-        swaps = [worker.part(ResidentAdapters).take_swap() for worker in self._take_preparing()]
+        swaps = [worker.part(ResidentAdapters).take_swap() for worker in self.preparing.values()]
+        self.preparing.clear()
         taken = [swap for swap in swaps if swap is not None]
         for swap in taken:
             worker = self._workers[swap.worker_id]

@@ -166,6 +166,7 @@ class BlockMoves:
         self._counts = counts
         self._watermark = watermark
         self._movers: dict[str, _Mover] = {}
+        self.is_on = False  # some worker can move blocks
         self._open: dict[int, _Open] = {}
         self._new: list[BlockMove] = []
         self._leaving: dict[Sequence, BlockMove] = {}  # running sequences whose blocks go ahead of them
@@ -176,11 +177,6 @@ class BlockMoves:
         self._new_searches: list[BlockSearch] = []
         self._search_speed = MoveSpeed(0)
         self._read: list[LentBlocks] = []
-
-    @property
-    def is_on(self) -> bool:
-        """Whether some worker can move blocks."""
-        return bool(self._movers)
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -193,10 +189,12 @@ class BlockMoves:
                 TierKind.MEMORY: MoveSpeed(size, MoveSpeed.GUESS_MEMORY_BYTES_PER_S), TierKind.DISK: MoveSpeed(size)
             }  # fmt: skip
             self._movers[worker.capacity.worker_id] = _Mover(tiers, MoveSpeed(size))
+            self.is_on = True
 
     def forget(self, worker: WorkerState) -> None:
         """A worker has left, with the moves into it."""
         self._movers.pop(worker.capacity.worker_id, None)
+        self.is_on = bool(self._movers)
         for move_id in [move_id for move_id, one in self._open.items() if one.target is worker]:
             self.end_move(move_id, 0)
         self._new = [move for move in self._new if not move.is_ended]

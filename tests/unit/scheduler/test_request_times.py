@@ -50,7 +50,7 @@ async def test_refusals_are_counted_by_code() -> None:
 
 
 async def test_debug_lines_name_the_request(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="scheduler_svc.request_traces")
+    caplog.set_level(logging.DEBUG, logger="scheduler_svc")
     async with running_loop() as loop:
         gateway, worker = FakeGateway(), FakeWorker(loop)
         worker.join()

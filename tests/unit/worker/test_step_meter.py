@@ -102,7 +102,6 @@ def test_the_time_of_a_stopped_process_does_not_count() -> None:
 def test_debug_lines_name_the_request_of_each_row(caplog: pytest.LogCaptureFixture) -> None:
     row_log = RowLog()
     message = worker_pb2.StepBatch(opens=[worker_pb2.RowOpen(row=3, request_id="r", prompt_len=9)])
-    row_log.note(message, make_batch(1))  # debug logging is off
     caplog.set_level(logging.DEBUG, logger="worker_svc.steps.row_traces")
     row_log.note(message, make_batch(1))
     row_log.note(worker_pb2.StepBatch(), make_batch(1, close_rows=(3, 4)))
