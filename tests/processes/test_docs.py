@@ -1,8 +1,7 @@
 """Every command and example of README.md and docs/ is run with a real stack, or only checked if it needs more than a
 test has.
 
-tests/chart/test_docs.py has the pages about Kubernetes, test_http.py the curl command. CI runs `make demo` and
-`make test` in a fresh clone.
+tests/chart/test_docs.py has the pages about Kubernetes. CI runs `make demo` and `make test` in a fresh clone.
 """
 
 from __future__ import annotations
@@ -11,10 +10,13 @@ import ast
 import asyncio
 import functools
 import inspect
+import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +33,7 @@ from quire_client.demo import demo_model_dir
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gateway_svc.limits.settings import read_limits
 from tests.chart.test_docs import PAGES as CHART_PAGES
 from tests.embedding_models import make_embedder
 from tests.processes.encoder_models import TEXT_SHAPES, make_speech_checkpoint, make_text_checkpoint, tone, wav
@@ -52,15 +55,36 @@ LINES = dict.fromkeys(
 QUIRE = [line for line in LINES if line.startswith("quire ")]
 SERVICES = [line for line in LINES if line.startswith("quire-")]
 BUF = [line for line in LINES if line.startswith(".venv/bin/buf")]
+CURL = [line for line in LINES if line.startswith("curl ") and "localhost:8000" in line]
 SHELL = [line for line in LINES if line.startswith(("openssl ", "umask 077; for ", "head -c "))]
 PYTHON = {page: [text for name, kind, text in BLOCKS if (name, kind) == (page, "python")] for page, *_ in BLOCKS}
 ELSEWHERE = (
-    *("make ", "helm ", "export ", ". .venv/bin/activate", "grpcurl ", "curl ", "docker ", "ANTHROPIC_BASE_URL="),
+    *(
+        "make ",
+        "helm ",
+        "export ",
+        ". .venv/bin/activate",
+        "grpcurl ",
+        "curl --header",
+        "docker ",
+        "ANTHROPIC_BASE_URL=",
+    ),
     *("pip install ", "ssh ", "kubectl ", "host-0$ ", "host-1$ ", "python bench/", "bench/gpu/"),
     *("umask 077; mkdir tokens; cd tokens", "for role in ", "accept"),  # tests/chart/test_trust.py
 )
 # Commands that need files or other services. Tests named after them run them.
 PARSED = ("up", "serve", "batch", "adapter", "receipt", "verify")
+# Blocks of other languages, by page and language: those that this file tests, and the files that test the others.
+SETTINGS = {("cli", "json"), ("keys", "json"), ("limits", "toml"), ("recipes", "toml")}
+OTHERS = {
+    ("configuration", "text"): "tests/unit/test_configuration_page.py",
+    ("configuration", "toml"): "tests/unit/test_configuration_page.py",
+    ("gpu", "text"): "tests/gpu/test_gpu_page.py",  # a formula and lines of logs
+    ("gpu", "yaml"): "tests/chart/test_docs.py",
+    ("metrics", "promql"): "tests/chart/test_docs.py",
+    ("resume-protocol", "json"): "tests/unit/client/test_resume.py",
+    ("trust", "yaml"): "tests/chart/test_trust.py",
+}
 # Settings behind the `...` of a command.
 REQUIRED = {
     "quire-gateway": "--scheduler scheduler-host:50052",
@@ -140,10 +164,9 @@ def target(documented: Documented) -> str:
 
 
 def test_every_command_is_covered() -> None:
-    others = set(LINES) - {*QUIRE, *SERVICES, *BUF, *SHELL}
-    assert QUIRE
-    assert SERVICES
-    assert BUF
+    others = set(LINES) - {*QUIRE, *SERVICES, *BUF, *CURL, *SHELL}
+    assert all((QUIRE, SERVICES, BUF, CURL))
+    assert {block[:2] for block in BLOCKS if block[1] not in ("", "python")} == SETTINGS | OTHERS.keys()
     assert [line for line in others if not line.startswith(ELSEWHERE)] == []
 
 
@@ -186,6 +209,29 @@ def test_buf_curl_streams_an_answer(line: str, target: str) -> None:
     assert done.returncode == 0, done.stderr
     assert '"accepted"' in done.stdout
     assert '"finished"' in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("line", CURL)
+def test_curl_commands_are_answered(line: str, documented: Documented) -> None:
+    words = shlex.split(line.replace("localhost:8000", documented.http))
+    done = subprocess.run(
+        ["curl", "--fail-with-body", "--silent", *words[1:]], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("data: [DONE]\n\n") or json.loads(done.stdout)["choices"]
+
+
+def test_files_of_settings_and_requests_are_read(documented: Documented, tmp_path: Path) -> None:
+    found = {block[:2]: block[2] for block in BLOCKS if block[:2] in SETTINGS}
+    (tmp_path / "limits.toml").write_text(found["limits", "toml"])
+    default, owners = read_limits(tmp_path / "limits.toml")
+    assert (default.max_rows, [*owners]) == (64, ["team-a"])
+    assert tomllib.loads(found["recipes", "toml"])["model_providers"]["quire"]["wire_api"] == "responses"
+    assert set(json.loads(found["keys", "json"])) <= {*re.findall(r"`(\w+)`", (ROOT / "docs/keys.md").read_text())}
+    (tmp_path / "input.jsonl").write_text(found["cli", "json"])
+    names = [str(tmp_path / name) for name in ("input.jsonl", "output.jsonl")]
+    assert cli.main(["batch", names[0], "-o", names[1], "--base-url", f"http://{documented.http}"]) == 0
 
 
 @pytest.mark.parametrize("line", SHELL)

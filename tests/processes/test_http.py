@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shlex
 import signal
 import ssl
 import subprocess
@@ -95,16 +94,6 @@ async def test_the_stock_client(running: Running, grpc_client: AsyncClient) -> N
         assert whole.usage is not None
         assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
         assert [model.id async for model in await client.models.list()] == [MODEL]
-
-
-async def test_the_curl_command_of_the_readme(running: Running, grpc_client: AsyncClient) -> None:
-    (line,) = re.findall(r"^curl .*\\\n.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    _, url, _, body = shlex.split(line.replace("\\\n", " "))
-    async with (
-        aiohttp.ClientSession(timeout=TIMEOUT) as session,
-        session.post(url.replace("http://localhost:8000", running.url), data=body) as reply,
-    ):
-        assert (await reply.text()).endswith("data: [DONE]\n\n")
 
 
 def test_the_example_of_the_documentation(running: Running, grpc_client: AsyncClient) -> None:
