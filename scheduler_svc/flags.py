@@ -59,6 +59,10 @@ FLAGS = (
         "longest time that a worker may decode per message; higher values save CPU time in all services, but a "
         "new request may wait this long for each message in flight; 0: one step per message", default=5.0,
     ),
+    Flag("--max-step-ms", in_range(float, 0.0, 60_000.0),
+        "longest time of a step with prompts while other requests decode, as far as measured: it bounds the pause of a "
+        "stream, and lower values slow prompts down; 0: the time of a worker's --max-num-batched-tokens", default=0.0,
+    ),
     Flag("--no-prefix-caching", switch, "do not share cached prompt prefixes between requests"),
     Flag("--revision", text,
         "accept only workers with this revision of their model (`quire status` shows it); unset: the revision of the "

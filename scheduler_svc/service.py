@@ -59,6 +59,7 @@ def build(args: argparse.Namespace, trust: Trust) -> SchedulerParts:
         aging_s=args.aging_s,
         aging_tokens_per_s=args.aging_tokens_per_s,
         burst_s=args.burst_ms / 1000,
+        max_step_s=args.max_step_ms / 1000,
         changes_wait_s=CHANGES_WAIT_S,
         worker_patience_s=args.worker_patience_s,
         prefix_caching=not args.no_prefix_caching,

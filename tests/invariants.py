@@ -40,7 +40,7 @@ def check_worker(worker: WorkerState, moves: BlockMoves | None = None, loans: Lo
     todo = r.todo(rows)
     assert worker.pending_prefill == int(np.maximum(todo - 1, 0).sum()), "pending_prefill is wrong"
     in_flight = sum(int(step.query_lens[step.query_lens > 1].sum()) for step in worker.in_flight)
-    assert worker.backlog == worker.pending_prefill + in_flight, "the prompt tokens in flight are wrong"
+    assert worker._prefill_in_flight == in_flight, "the prompt tokens in flight are wrong"
     planned = [*r.in_run.nonzero()[0].tolist(), *worker.speculation.rows.tolist(), *r.outside]
     assert len(set(planned)) == len(planned), "a row is in two of the decode run, the rows that speculate, and outside"
     assert set(planned) <= set(rows.tolist()), "a closed row is still planned"

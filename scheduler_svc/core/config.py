@@ -7,8 +7,8 @@ from dataclasses import dataclass
 MAX_BURST_S = 1.0
 LOWEST = {
     "max_waiting": 1, "max_waiting_tokens": 1, "max_input_bytes": 0, "placement_alpha": 0, "placement_slack": 0,
-    "leave_fraction": 0, "max_pending_prefill_steps": 1, "burst_s": 0, "changes_wait_s": 0, "worker_patience_s": 0,
-    "reuse_bonus": 0,
+    "leave_fraction": 0, "max_pending_prefill_steps": 1, "burst_s": 0, "max_step_s": 0, "changes_wait_s": 0,
+    "worker_patience_s": 0, "reuse_bonus": 0,
 }  # fmt: skip
 
 
@@ -31,6 +31,7 @@ class SchedulerConfig:
     leave_fraction: float = 0.3  # leave a cached prefix if recomputing it takes at most this fraction of the wait saved
     max_pending_prefill_steps: int = 2  # steps of expected prefill at which a worker accepts no more
     burst_s: float = 0.0  # longest time that a worker may decode per message; 0: one step per message
+    max_step_s: float = 0.0  # longest step with prompts while rows decode; 0: as long as the worker's budget takes
     # how long an idle worker's closed rows and committed blocks wait for a step that computes something; 0: not at all
     changes_wait_s: float = 0.0
     worker_patience_s: float = 60.0  # how long a sequence waits for an eligible worker to join

@@ -133,7 +133,7 @@ class Scheduler:
             worker.add_part(Snapshots(worker, self._counts))
         add_groups(worker, prefix_caching=self.config.prefix_caching, reuse_bonus=self.config.reuse_bonus)
         worker.adopt(blocks)
-        planner = StepPlanner(worker, next_step_id, self.config.changes_wait_s)
+        planner = StepPlanner(worker, next_step_id, self.config.changes_wait_s, self.config.max_step_s)
         self._workers[capacity.worker_id] = worker
         self._planners[capacity.worker_id] = self._ready[capacity.worker_id] = planner
         self._placement.join(worker)
@@ -380,7 +380,7 @@ class Scheduler:
             plan.num_refused += 1
             is_starved = not found.of_tenant and entry.is_starved(now, self.config.aging_s)
             return plan.num_refused < MAX_REFUSALS and not is_starved
-        if plan.budget < features.num_head_tokens and not len(found.hits):
+        if plan.budget + plan.kept + plan.spare < features.num_head_tokens and not len(found.hits):
             return False  # one step must hold all of them; the sequence is the first to get tokens of the next one
         late = entry.seq.forks[found.num_forks :]
         entry.seq.forks = entry.seq.forks[: found.num_forks]

@@ -83,6 +83,9 @@ class StepPlan:
     tables: list[tuple[I64, I64, I64]] = field(default_factory=list)  # columns: row, index, block
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
     fills: list[tuple[int, list[Fill]]] = field(default_factory=list)  # per row, the blocks that its chunk completes
+    long_row: int | None = None  # a row with more prompt tokens left than a step holds, which is planned last
+    kept: int = 0  # tokens that are kept for it, besides the budget
+    spare: int = 0  # tokens beyond the budget, for positions that one chunk must have
     num_prompt_tokens: int = 0  # in chunks of several tokens
     num_bytes: int = 0  # data that opened rows carry
     has_part_work: bool = False  # a part of the worker computes something, even if no token is planned
@@ -412,15 +415,25 @@ class WorkerState:
         self.num_reserved_rows -= 1
         self.room_version += 1
 
+    def is_long(self, num_tokens: int) -> bool:
+        """Whether one step does not hold this many prompt tokens."""
+        return num_tokens > self.capacity.max_num_batched_tokens
+
     @property
-    def backlog(self) -> int:
-        """Number of prompt tokens of admitted sequences that no answered step has computed."""
-        return self.pending_prefill + self._prefill_in_flight
+    def has_long_prompt(self) -> bool:
+        """Whether a row has more prompt tokens left than a step holds."""
+        return any(self.is_long(self.rows.todo_of(row)) for row in self.prefilling)
 
     @property
     def expected_prefill(self) -> int:
-        """The part of `backlog` that is not computed yet: on average, half of the steps in flight."""
-        return self.pending_prefill + self._prefill_in_flight // 2
+        """Number of prompt tokens of admitted sequences that are not computed yet: on average, half of the steps in
+        flight. All of a long prompt counts as one step, because others need not wait for it.
+        """
+        in_flight, pending = self._prefill_in_flight // 2, self.pending_prefill
+        if pending < self.capacity.max_num_batched_tokens or not self.has_long_prompt:
+            return pending + in_flight
+        todos = [self.rows.todo_of(row) - 1 for row in self.prefilling]
+        return sum(todo for todo in todos if not self.is_long(todo + 1)) + self.capacity.max_num_batched_tokens
 
     @property
     def pending_prefill(self) -> int:

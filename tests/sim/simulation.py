@@ -166,6 +166,7 @@ class Simulation:
             expected_output_tokens=rng.choice((1, 8, 256)),
             eos_token_ids=frozenset(rng.choice(((), (0,), (0,), (0, 1)))),
             burst_s=Random(f"burst {self.seed}").choice((0.0, 0.0, 0.3, 1.0)),
+            max_step_s=Random(f"longest step {self.seed}").choice((0.0, 0.0, 0.1, 0.5)),
             changes_wait_s=Random(f"changes {self.seed}").choice((0.0, 0.3)),
             prefix_caching=self.setup.is_full
             or Random(f"cache {self.seed}").random() < (0.4 if self._tight_rate else 0.85),

@@ -163,7 +163,7 @@ class AdmissionControl:
             return  # the time until a worker joins is unknown
         queue, slot = self._requests.waiting, self._requests.share.slot_of(group.tenant_id)
         ahead = queue.tokens_ahead(slot, group.priority)
-        own = len(group.prompt) + min(worker.backlog for worker in workers)
+        own = len(group.prompt) + min(worker.expected_prefill for worker in workers)
         paces = self._throughput.queue.per_s, self._throughput.prefill.per_s
         output_s = self._requests.output_s(group)
         if late_by_s(first_token_wait_s(ahead, paces[0], own, paces[1]), output_s, timeout_s) <= 0:

@@ -21,7 +21,8 @@ The choice
 
 Room
     A worker has room while it has a free row (or, if priorities differ, a less urgent row to preempt), less than
-    `max_pending_prefill_steps` of expected prefill, and no valid refusal of this sequence. If the best worker has no
+    `max_pending_prefill_steps` of expected prefill, and no valid refusal of this sequence. A prompt that is longer than
+    a step counts as one step, and a worker with such a prompt accepts no second one. If the best worker has no
     room but another one has, the sequence goes there only if computing its prefix again takes less than a fraction of
     the wait that it saves (`policy.is_worth_leaving`); else it is *held* for the best worker. A starved sequence
     reserves its eligible workers: they accept no other sequence in this pass.
@@ -178,6 +179,8 @@ class Placement:
         self._expected_prefill = np.zeros(len(workers), dtype=np.int64)
         self._rows = np.zeros(len(workers), dtype=np.int64)
         self._least_urgent = np.full(len(workers), NOTHING_RUNS)
+        self._budgets = np.array([c.max_num_batched_tokens for c in sizes], dtype=np.int64)
+        self._with_long = self._takes_no_long = frozenset[int]()  # workers with a long prompt; with those of this pass
         self._is_decode = [c.role is WorkerRole.DECODE for c in sizes]
         self._num_delayed = np.zeros(len(workers), dtype=np.int64)  # streams that a prompt would delay
         # The least that each worker has refused, as in `Refusal`
@@ -324,7 +327,7 @@ class Placement:
         if len(self._workers) > 1:
             self._times[:, self._num_admitted - self._measured_at > MAX_MEASURE_AGE] = np.nan
             self._step_slowness, self._slowness = slowness(*self._times)
-        self._reserved = None
+        self._reserved, self._takes_no_long = None, self._with_long
         self._load, self._free_rows = self._expected_prefill.copy(), self._rows.copy()
         self._has_room = self._had_room.copy()
         self._accepts = {i for i in self._ready if self._can_take[i]}
@@ -332,6 +335,9 @@ class Placement:
     def _read(self, i: int, worker: WorkerState) -> None:
         expected_prefill, num_rows, is_open = worker.expected_prefill, worker.num_free_rows, not worker.is_draining
         takes_prefill = is_open and expected_prefill < self._max_pending.item(i)
+        has_long = expected_prefill >= self._budgets.item(i) and worker.has_long_prompt
+        if has_long != (i in self._with_long):
+            self._with_long = self._with_long ^ {i}
         self._is_open[i] = is_open
         self._expected_prefill[i], self._rows[i] = expected_prefill, num_rows
         self._times[:, i] = worker.decode_s or np.nan, worker.prompt_token_s or np.nan
@@ -366,6 +372,10 @@ class Placement:
         seq = entry.seq
         needs_preparation = seq.group.features.needs_preparation
         eligible = self._eligible(seq.group, seq.failed_on)
+        if self._takes_no_long:
+            eligible = self._without_long(entry, eligible)
+            if not np.count_nonzero(eligible):
+                return WorkerChoice(self._workers[0], False, False, is_held=True)
         if self.roles is not None:
             eligible = self.roles.eligible(self._workers, seq, eligible)
         room = self._room(entry)
@@ -415,10 +425,19 @@ class Placement:
 
     def _place_alone(self, entry: QueueEntry) -> WorkerChoice:
         """`place` for the only worker, which needs no scores. They would cost three times as much as the rest."""
+        if self._takes_no_long and not self._without_long(entry, self._is_open)[0]:
+            return WorkerChoice(self._workers[0], False, False, is_held=True)
         has_room = bool(self._room(entry)[0])
         if has_room:
             self._count_in(0, int(entry.uncached_at[0]), entry.num_rows)
         return WorkerChoice(self._workers[0], has_room, has_room and 0 in self._ready, is_held=False)
+
+    def _without_long(self, entry: QueueEntry, eligible: Bools) -> Bools:
+        """Only the workers where the sequence would be no second long prompt."""
+        eligible = eligible.copy()
+        for i in self._takes_no_long:
+            eligible[i] &= not self._workers[i].is_long(entry.uncached_at.item(i))
+        return eligible
 
     def _is_elsewhere(self, eligible: Bools) -> bool:
         """Whether no worker that accepts sequences in this pass is among the eligible ones."""
@@ -468,11 +487,13 @@ class Placement:
         if not choice.is_prepared:
             self._prepare(choice.worker, entry.seq.group, is_starved=True)
             return
-        eligible = self._eligible(entry.seq.group, entry.seq.failed_on)
+        eligible = self._without_long(entry, self._eligible(entry.seq.group, entry.seq.failed_on))
         self._reserved = eligible if self._reserved is None else self._reserved | eligible
         self._accepts = {i for i in self._accepts if not eligible[i]}
 
     def _count_in(self, i: int, num_tokens: int, num_rows: int) -> None:
+        if num_tokens > (budget := self._budgets.item(i)):
+            num_tokens, self._takes_no_long = budget, self._takes_no_long | {i}
         load, free_rows = self._load.item(i) + num_tokens, self._free_rows.item(i) - num_rows
         self._load[i], self._free_rows[i] = load, free_rows
         is_full = load >= self._max_pending.item(i)

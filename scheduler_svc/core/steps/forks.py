@@ -62,7 +62,9 @@ class Forks:
         for row, fork in self._late():
             hits = self._hits(row, fork)
             num_first = 1 if len(hits) else max(1, fork.group.features.num_head_tokens)
-            if plan.budget < num_first or not plan.has_room_for(fork.group.features.num_bytes):
+            if plan.budget + (plan.spare if num_first > 1 else 0) < num_first or not plan.has_room_for(
+                fork.group.features.num_bytes
+            ):
                 return
             if self._num_unshared(row, fork) > worker.pool.num_free:
                 return

@@ -1,6 +1,6 @@
 """Plans the steps of one worker: which rows compute which tokens, in which blocks.
 
-A step is planned in six chapters, and each row is in one of them at most:
+A step is planned in seven chapters, and each row is in one of them at most:
 
     the decode run     rows that decode as in the previous step (`DecodeRun`): their part of the step is their part
                        of the previous one, advanced by one token, without a Python object per row
@@ -10,6 +10,7 @@ A step is planned in six chapters, and each row is in one of them at most:
     chunks             rows with several tokens left: as much of their prompts as the budget allows, oldest row first
     late forks         forks that are computed again (`forks.py`)
     admissions         waiting sequences, from the scan of the queue; the caller admits them one by one
+    the long prompt    the row with more tokens left than a step holds: half of the budget, and what the others leave
 
 The order matters. A decode costs one token and delays a client's stream if it is skipped, so all decodes come before
 the first chunk, and admissions get what is left of the budget. A worker accepts no fewer tokens per step than it has
@@ -86,11 +87,14 @@ class StepPlanner:
     `finish_plan`, which makes the message and reports the step to the worker.
     """
 
-    def __init__(self, worker: WorkerState, next_step_id: int, changes_wait_s: float = 0.0) -> None:
+    def __init__(
+        self, worker: WorkerState, next_step_id: int, changes_wait_s: float = 0.0, max_step_s: float = 0.0
+    ) -> None:
         self.worker = worker
         self.answered_at = 0.0  # time of the newest answer
         self.changes_due_at: float | None = None  # when a step without rows carries the changes of an idle worker
         self._changes_wait_s = changes_wait_s
+        self._max_step_s = max_step_s
         self.may_continue = True  # the next step may have tokens to compute, even before an answer arrives
         self._capacity = worker.capacity
         self._rows = worker.rows
@@ -101,7 +105,13 @@ class StepPlanner:
 
     def begin_step(self, now: float, *, joins_message: bool = False) -> StepPlan:
         """An empty plan. `joins_message`: the step is sent in the message of the previous step."""
-        return StepPlan(self._capacity.max_num_batched_tokens, now, joins_message)
+        plan = StepPlan(self._capacity.max_num_batched_tokens, now, joins_message)
+        if self._max_step_s and self.worker.prompt_token_s and self._rows.num_used > len(self.worker.prefilling):
+            chunks_s = self._max_step_s - (self.worker.decode_s or 0.0)
+            most = self._rows.num_used + max(self._capacity.block_size, int(chunks_s / self.worker.prompt_token_s))
+            plan.spare = max(0, plan.budget - most)
+            plan.budget -= plan.spare
+        return plan
 
     def plan_running(self, plan: StepPlan, preempt: Callable[[], None]) -> bool:
         """Plan the running rows. Returns True if some were preempted; `preempt` closes the least urgent row.
@@ -229,8 +239,17 @@ class StepPlanner:
                     self._forks.open_if_complete(row, 1, plan)
         if self.worker.speculation.is_on:
             self._plan_drafts(plan)
+        if len(prefill) and self.worker.has_long_prompt:
+            is_long = self._rows.todo(prefill) > self._capacity.max_num_batched_tokens
+            self._keep_for(prefill[is_long].item(0), plan)
+            prefill = prefill[~is_long]
         for row in prefill.tolist():
             self._plan_chunk(row, plan)
+
+    def _keep_for(self, row: int, plan: StepPlan) -> None:
+        """Plan a long prompt last, with half of the budget and what other prompts leave of the rest."""
+        plan.long_row, plan.kept = row, plan.budget - plan.budget // 2
+        plan.budget -= plan.kept
 
     def _plan_drafts(self, plan: StepPlan) -> None:
         """Add the rows that speculate."""
@@ -351,6 +370,9 @@ class StepPlanner:
 
     def finish_plan(self, plan: StepPlan) -> StepBatch | None:
         """Make the message of the planned step and count it as in flight; None if there is nothing to send yet."""
+        if plan.long_row is not None:
+            plan.budget += plan.kept
+            self._plan_chunk(plan.long_row, plan)
         has_decodes = plan.run is not None or plan.decodes is not None or plan.drafts is not None
         is_empty = not (has_decodes or plan.chunks or plan.has_part_work)
         if is_empty and (self.worker.in_flight or not self.worker.has_changes or self._may_wait(plan.now)):
@@ -415,7 +437,8 @@ class StepPlanner:
     def admit(self, seq: Sequence, hits: I64, plan: StepPlan) -> None:
         """Give a waiting sequence a row and blocks after the cached `hits`, and plan its first tokens in this step."""
         bs, token_ids, num_hits = self._capacity.block_size, seq.data.token_ids(), len(hits)
-        first, end = self._rows.opening_blocks(len(token_ids), num_hits * bs)
+        num_tokens = len(token_ids)
+        first, end = self._rows.opening_blocks(num_tokens, num_hits * bs)
         if num_hits:
             self._pool.hit(hits[first:])
         blocks = self._pool.allocate(end - num_hits).astype(np.uint32)
@@ -426,7 +449,12 @@ class StepPlanner:
         self.worker.prefilling.add(row)
         self.worker.num_reserved_rows += len(seq.forks)
         seq.count_cached(num_hits * bs)
-        self._plan_chunk(row, plan, 0 if num_hits else seq.group.features.num_head_tokens)
+        num_head_tokens = 0 if num_hits else seq.group.features.num_head_tokens
+        is_long = num_tokens - num_hits * bs > self._capacity.max_num_batched_tokens
+        if is_long and plan.long_row is None and not num_head_tokens:
+            self._keep_for(row, plan)
+        else:
+            self._plan_chunk(row, plan, num_head_tokens)
 
 
 def make_batch(

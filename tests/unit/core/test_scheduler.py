@@ -423,6 +423,58 @@ def test_few_requests_are_computed_beyond_their_deadline() -> None:
     assert fates["in time"] > 300
 
 
+def chats_beside_long_prompts(
+    num_long: int, chats_at: tuple[float, ...], **config: float
+) -> tuple[dict[str, float], float]:
+    """3,000 tokens/s, 2,048 per step. Prompts of 100,000 tokens come at once, chats of 50 later. Returns when the first
+    token of each came, since its request, and the longest time between two tokens of a chat.
+    """
+    sizes = {"num_blocks": 14_000, "block_size": 16, "max_num_batched_tokens": 2048, "max_model_len": 100_200}
+    scheduler, now = make(SchedulerConfig(**config), **sizes, pipeline_depth=2), 0.0
+    requests = [("long", i, 0.0, 100_000) for i in range(num_long)]
+    requests += [("chat", i, at, 50) for i, at in enumerate(chats_at)]
+    first, newest, gap, num_added = dict[str, float](), dict[int, float](), 0.0, 0
+    in_flight: list[StepBatch] = []
+    while num_added < len(requests) or scheduler.has_work:
+        for kind, i, at, size in requests[num_added:]:
+            if at <= now:
+                prompt = range(200_000 * num_added, 200_000 * num_added + size)
+                scheduler.add_group(group(f"{kind} {i}", prompt, 100, handle=num_added), at)
+                num_added += 1
+        in_flight += scheduler.schedule(now)
+        batch = in_flight.pop(0)
+        now += 0.002 + int(batch.query_lens.sum()) / 3000
+        for handle in scheduler.update(answer(batch), now).handles.tolist():
+            kind, i, at, _ = requests[handle]
+            first.setdefault(f"{kind} {i}", now - at)
+            gap = max(gap, now - newest.get(handle, now)) if kind == "chat" else gap
+            newest[handle] = now
+    check_scheduler(scheduler)
+    return first, gap
+
+
+def test_a_chat_does_not_wait_for_a_long_prompt() -> None:
+    """It waits for the steps in flight and its own. The long prompt is delayed only by what the chats compute."""
+    first, _ = chats_beside_long_prompts(1, (1.0, 10.0, 20.0))
+    alone, _ = chats_beside_long_prompts(1, ())
+    assert max(first[f"chat {i}"] for i in range(3)) < 3 * 2048 / 3000
+    assert first["long 0"] < alone["long 0"] + 3 * 150 / 3000 + 0.5
+
+
+def test_long_prompts_are_computed_one_after_the_other() -> None:
+    first, _ = chats_beside_long_prompts(2, (1.0, 40.0))
+    assert max(first["chat 0"], first["chat 1"]) < 3 * 2048 / 3000
+    assert first["long 0"] < 35 < 65 < first["long 1"] < 70
+
+
+def test_the_longest_step_beside_streams_is_bounded() -> None:
+    """Once the time of a prompt token is measured, which the first step does. Prompts alone have whole steps."""
+    first, gap = chats_beside_long_prompts(1, (1.0, 10.0, 20.0), max_step_s=0.1)
+    assert gap < 0.11
+    assert max(first["chat 1"], first["chat 2"]) < 3 * 2048 / 3000
+    assert first["long 0"] < 37
+
+
 def drain_of_a_full_fleet(steps: int, step_s: float) -> tuple[Scheduler, list[int]]:
     """One of two full workers drains beside a waiting request. Returns how many rows it has after each step."""
     scheduler = make(max_num_seqs=2)
