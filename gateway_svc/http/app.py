@@ -39,6 +39,7 @@ from svc_common.tasks import cancel
 
 MAX_BODY_BYTES = 16 << 20  # about three million token ids as JSON
 MAX_SHOWN_PATH = 100
+SIMILAR = 0.85  # ratio of difflib from which a path is a misspelled one
 OPEN_PATHS = ("/health", "/ping")  # probes need no key
 REQUEST_ID_HEADER = "x-request-id"
 KEY_HEADER = "x-api-key"  # sent by Anthropic's clients
@@ -242,7 +243,7 @@ async def _hang_up(receive: Receive) -> None:
 def _unrouted(scope: Scope, error: HTTPException, known: Sequence[str]) -> NotFoundError | MethodNotAllowedError:
     path = scope["path"]
     if error.status_code != MethodNotAllowedError.http_status:
-        (close,) = difflib.get_close_matches(path[:MAX_SHOWN_PATH], known, n=1) or [""]
+        (close,) = difflib.get_close_matches(path[:MAX_SHOWN_PATH], known, n=1, cutoff=SIMILAR) or [""]
         close = f"/v1{path}" if f"/v1{path}" in known else close
         words = f"did you mean {close}?" if close else "docs/http.md lists the endpoints"
         return NotFoundError(f"there is no endpoint {path[:MAX_SHOWN_PATH]}; {words}")

@@ -417,6 +417,16 @@ async def test_an_unknown_path_names_a_similar_one(http: HttpGateway, path: str,
     assert (status, len(answer["error"]["message"]) < 200) == (404, True)
 
 
+async def test_a_path_that_is_documented_as_not_served_is_no_misspelled_one(http: HttpGateway) -> None:
+    page = (Path(__file__).parents[3] / "docs/http.md").read_text()
+    paths = re.findall(r"`(/[a-z0-9_/]+)`", page[page.index("Not served, answered with 404") :].partition("\n\n")[0])
+    assert {"/v1/conversations", "/v2/chat"} <= {*paths}
+    for path in paths:
+        status, _, answer = await http.post(path, HELLO)
+        expected = f"there is no endpoint {path}; docs/http.md lists the endpoints"
+        assert (status, answer["error"]["message"]) == (404, expected)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_full_queue(http: HttpGateway, scheduler: FakeScheduler, is_stream: bool) -> None:
     scheduler.refusals.append(pb.Refusal(code=8, message="full", retry_after_ms=1500))
