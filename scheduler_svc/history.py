@@ -1,14 +1,17 @@
-"""Events of a scheduler that the console shows. Their number is bounded, and no step adds to them."""
+"""The past of a scheduler for the console: events, and requests that ended lately. All lists are bounded."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from quire.internal.v1 import scheduler_pb2
 
 MAX_EVENTS = 200
+MAX_ENDED = 200  # requests
+MAX_STAGES = 64  # of one request
 MAX_TEXT = 300  # characters of an event: workers choose their ids and errors
 JOIN_S = 10.0  # equal events within this time are one with a count
 
@@ -41,10 +44,78 @@ class Events:
         self.newest.append(Event(now, text, is_bad, count))
 
 
-def history_to_proto(events: Events, to_unix: Callable[[float], float]) -> scheduler_pb2.GetHistoryResponse:
-    """The answer of GetHistory. `to_unix` converts a time of the event loop."""
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A time of one sample: queue, prefill, decode, or move (from the loss of its row to the next row)."""
+
+    name: str
+    sample_index: int
+    start: float
+    end: float
+    worker_id: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimeline:
+    """A request with its stages, without its content. `reason`: of its last end; empty while a sample is open."""
+
+    request_id: str
+    tenant_id: str
+    trace_id: str
+    arrival: float
+    ended_at: float
+    reason: str
+    prompt_tokens: int
+    output_tokens: int
+    stages: list[Stage]
+
+
+class Requests(Protocol):
+    """The attributes of RequestTraces that are read."""
+
+    ended: deque[RequestTimeline]
+
+
+def history_to_proto(
+    events: Events, requests: Requests, to_unix: Callable[[float], float]
+) -> scheduler_pb2.GetHistoryResponse:
+    """The answer of GetHistory without a request. `to_unix` converts a time of the event loop."""
     found = [
         scheduler_pb2.SchedulerEvent(at=to_unix(event.at), text=event.text, is_bad=event.is_bad, count=event.count)
         for event in events.newest
     ]
-    return scheduler_pb2.GetHistoryResponse(events=found)
+    ended = [_record_to_proto(record, to_unix) for record in requests.ended]
+    return scheduler_pb2.GetHistoryResponse(events=found, ended=ended)
+
+
+def request_to_proto(
+    record: RequestTimeline | None, to_unix: Callable[[float], float]
+) -> scheduler_pb2.GetHistoryResponse:
+    """The answer of GetHistory for one request."""
+    if record is None:
+        return scheduler_pb2.GetHistoryResponse()
+    message = _record_to_proto(record, to_unix)
+    for stage in record.stages:
+        message.stages.add(
+            name=stage.name,
+            sample_index=stage.sample_index,
+            start=to_unix(stage.start),
+            end=to_unix(stage.end),
+            worker_id=stage.worker_id,
+            reason=stage.reason,
+        )
+    return scheduler_pb2.GetHistoryResponse(request=message)
+
+
+def _record_to_proto(record: RequestTimeline, to_unix: Callable[[float], float]) -> scheduler_pb2.RequestTimeline:
+    return scheduler_pb2.RequestTimeline(
+        request_id=record.request_id,
+        tenant_id=record.tenant_id,
+        trace_id=record.trace_id,
+        arrived_at=to_unix(record.arrival),
+        ended_at=to_unix(record.ended_at),
+        reason=record.reason,
+        prompt_tokens=record.prompt_tokens,
+        output_tokens=record.output_tokens,
+    )

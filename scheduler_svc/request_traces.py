@@ -1,5 +1,5 @@
-"""What the scheduler reports about single requests: debug log lines for their start and end, and spans of sampled
-requests, made from the times at which the step loop acts.
+"""Reports about single requests: debug log lines for their start and end, the stages of open requests and of those that
+ended last, and spans of sampled requests. All are made from the times at which the step loop acts.
 
 schedule                              from the Submit to the end of the last sample
   queue | prefill | decode            of each sample
@@ -11,12 +11,14 @@ row                                   made by each worker that runs the sample
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from scheduler_svc.core.messages import Finished
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
+from scheduler_svc.history import MAX_ENDED, MAX_STAGES, RequestTimeline, Stage
 from step_protocol.messages import StepBatch
 
 if TYPE_CHECKING:
@@ -74,10 +76,12 @@ class SampleTrace:
 
 @dataclass(slots=True)
 class GroupTrace:
-    """One request with its open span."""
+    """One open request, with its span if it is sampled."""
 
-    span: OpenSpan
     group: SequenceGroup
+    span: OpenSpan | None = None
+    stages: list[Stage] = field(default_factory=list)  # those that have ended
+    num_output_tokens: int = 0  # of the samples that have ended
     samples: dict[int, SampleTrace] = field(default_factory=dict)
 
     def sample(self, index: int) -> SampleTrace:
@@ -86,22 +90,73 @@ class GroupTrace:
             found = self.samples[index] = SampleTrace()
         return found
 
+    def stages_of(
+        self, index: int, first_token_at: float | None, now: float, *, has_output: bool
+    ) -> list[tuple[str, float, float]]:
+        """Name, start and end of the stages of a sample until now, without moves."""
+        opened_at = self.sample(index).opened_at
+        if opened_at is None:
+            return [("queue", self.group.arrival, now)]
+        queue = ("queue", self.group.arrival, opened_at)
+        if first_token_at is None and not has_output:
+            return [queue, ("prefill", opened_at, now)]
+        first_token_at = now if first_token_at is None else first_token_at
+        return [queue, ("prefill", opened_at, first_token_at), ("decode", first_token_at, now)]
+
+    def record(self, reason: str, ended_at: float, stages: list[Stage]) -> RequestTimeline:
+        group = self.group
+        return RequestTimeline(
+            request_id=group.request_id,
+            tenant_id=group.tenant_id,
+            trace_id=group.traceparent.split("-")[1] if group.traceparent else "",
+            arrival=group.arrival,
+            ended_at=ended_at,
+            reason=reason,
+            prompt_tokens=len(group.prompt),
+            output_tokens=self.num_output_tokens,
+            stages=stages[:MAX_STAGES],
+        )
+
 
 class RequestTraces:
-    """Owns the spans of open requests that are sampled. Called by the step loop, with its times."""
+    """Owns the stages of open requests, and the spans of sampled ones. The step loop calls it, with its times."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer | None = None) -> None:
         self._tracer = tracer
         self._open: dict[int, GroupTrace] = {}  # by id(group)
+        self.ended: deque[RequestTimeline] = deque(maxlen=MAX_ENDED)
 
     @property
-    def is_active(self) -> bool:
-        """Whether a request is traced now."""
-        return bool(self._open)
+    def num_open(self) -> int:
+        """Number of requests that have not ended."""
+        return len(self._open)
+
+    def find(self, request_id: str, first_token_at: FirstTokenAt, now: float) -> RequestTimeline | None:
+        """An open request or one that ended lately. `ended_at` of an open one is `now`, its reason empty."""
+        for trace in self._open.values():
+            if trace.group.request_id == request_id:
+                return self._open_record(trace, first_token_at, now)
+        return next((record for record in reversed(self.ended) if record.request_id == request_id), None)
+
+    def _open_record(self, trace: GroupTrace, first_token_at: FirstTokenAt, now: float) -> RequestTimeline:
+        group, stages = trace.group, list(trace.stages)
+        for sequence in group.sequences[:MAX_STAGES]:
+            if sequence.is_finished:
+                continue
+            index, worker_id = sequence.sample_index, trace.sample(sequence.sample_index).worker_id
+            token_at = first_token_at(group.owner, group.handle, index)
+            found = trace.stages_of(index, token_at, now, has_output=False)
+            stages += [
+                Stage(name, index, start, stop, "" if name == "queue" else worker_id) for name, start, stop in found
+            ]
+            if (lost_at := trace.sample(index).lost_at) is not None:
+                stages.append(Stage("move", index, lost_at, now, "", sequence.requeue_reason))
+        return trace.record("", now, stages)
 
     def begin(self, group: SequenceGroup, now: float) -> None:
         """A request has arrived. If it is sampled, its rows become children of its new span."""
-        if not group.traceparent:
+        trace = self._open[id(group)] = GroupTrace(group)
+        if self._tracer is None or not group.traceparent:
             return
         facts: Attributes = {
             "quire.request_id": group.request_id,
@@ -109,13 +164,13 @@ class RequestTraces:
             "quire.samples": group.n,
             "quire.takes_over": group.takes_over,
         }
-        span = self._tracer.begin("schedule", parent=group.traceparent, at=now, attributes=facts, is_served=True)
-        group.traceparent = span.traceparent
-        self._open[id(group)] = GroupTrace(span, group)
+        trace.span = self._tracer.begin("schedule", parent=group.traceparent, at=now, attributes=facts, is_served=True)
+        group.traceparent = trace.span.traceparent
 
     def refuse(self, group: SequenceGroup, code: str, now: float) -> None:
         """The request was refused with this status code."""
-        if (trace := self._open.pop(id(group), None)) is not None:
+        trace = self._open.pop(id(group), None)
+        if trace is not None and trace.span is not None:
             trace.span.end(now, error=code)
 
     def record_moves(self, requeued: Iterable[Sequence], now: float) -> None:
@@ -152,11 +207,16 @@ class RequestTraces:
             "quire.from_worker": sample.worker_id,
             "quire.to_worker": worker_id,
         }
-        error = "" if worker_id else "ended"
-        self._tracer.add(
-            "move", parent=trace.span.traceparent, start=sample.lost_at, end=now, attributes=facts, error=error
-        )
+        stage = Stage("move", sample_index, sample.lost_at, now, worker_id, reasons[0] if reasons else "")
+        self._add(trace, stage, facts, "" if worker_id else "ended")
         sample.lost_at = None
+
+    def _add(self, trace: GroupTrace, stage: Stage, facts: Attributes, error: str) -> None:
+        if len(trace.stages) < MAX_STAGES:
+            trace.stages.append(stage)
+        if self._tracer is not None and trace.span is not None:
+            parent = trace.span.traceparent
+            self._tracer.add(stage.name, parent=parent, start=stage.start, end=stage.end, attributes=facts, error=error)
 
     def record_ends(self, finished: Iterable[Finished], first_token_at: FirstTokenAt, now: float) -> None:
         """Samples have ended. `first_token_at(owner, handle, sample)`: when an update before this one had its token."""
@@ -165,37 +225,35 @@ class RequestTraces:
             if trace is not None:
                 group = end.group
                 self._add_sample(trace, end, first_token_at(group.owner, group.handle, end.sample_index), now)
-                if all(sequence.is_finished for sequence in group.sequences):
-                    self._end(trace, end.reason, now)
+        for end in finished:
+            trace = self._open.get(id(end.group))
+            if trace is not None and end.group.is_finished:
+                self._end(trace, end.reason, now)
 
     def _end(self, trace: GroupTrace, reason: FinishReason, now: float) -> None:
-        error = reason.value if reason is FinishReason.ERROR else ""
-        trace.span.end(now, {"quire.finish_reason": reason.value}, error)
+        if trace.span is not None:
+            error = reason.value if reason is FinishReason.ERROR else ""
+            trace.span.end(now, {"quire.finish_reason": reason.value}, error)
+        self.ended.append(trace.record(reason.value, now, trace.stages))
         del self._open[id(trace.group)]
 
     def _add_sample(self, trace: GroupTrace, end: Finished, first_token_at: float | None, now: float) -> None:
-        sample = trace.sample(end.sample_index)
         self._add_move(trace, end.sample_index, now, "")
+        trace.num_output_tokens += end.num_output_tokens
         error = end.reason.value if end.reason is FinishReason.ERROR else ""
-        opened_at = sample.opened_at
-        if opened_at is None:
-            self._add_stage(trace, "queue", end, trace.group.arrival, now, error)
-            return
-        self._add_stage(trace, "queue", end, trace.group.arrival, opened_at)
-        if first_token_at is None and (error or not end.num_output_tokens):
-            self._add_stage(trace, "prefill", end, opened_at, now, error)
-            return
-        first_token_at = now if first_token_at is None else first_token_at
-        self._add_stage(trace, "prefill", end, opened_at, first_token_at)
-        self._add_stage(trace, "decode", end, first_token_at, now, error)
+        has_output = bool(end.num_output_tokens) and not error
+        *before, last = trace.stages_of(end.sample_index, first_token_at, now, has_output=has_output)
+        for name, start, stop in before:
+            self._add_stage(trace, name, end, start, stop, "")
+        name, start, stop = last
+        self._add_stage(trace, name, end, start, stop, error)
 
-    def _add_stage(
-        self, trace: GroupTrace, name: str, end: Finished, start: float, stop: float, error: str = ""
-    ) -> None:
+    def _add_stage(self, trace: GroupTrace, name: str, end: Finished, start: float, stop: float, error: str) -> None:
         facts: dict[str, int | str] = {"quire.sample": end.sample_index}
         if name == "prefill":
             facts["quire.cached_tokens"] = end.num_cached_tokens
         if name == "decode":
             facts["quire.output_tokens"] = end.num_output_tokens
             facts["quire.recomputed_tokens"] = end.num_recomputed_tokens
-        self._tracer.add(name, parent=trace.span.traceparent, start=start, end=stop, attributes=facts, error=error)
+        worker_id = "" if name == "queue" else trace.sample(end.sample_index).worker_id
+        self._add(trace, Stage(name, end.sample_index, start, stop, worker_id), facts, error)

@@ -68,7 +68,7 @@ def build(args: argparse.Namespace, trust: Trust) -> SchedulerParts:
     scheduler_id, epoch = args.scheduler_id or socket.gethostname(), secrets.randbits(64)
     index = make_index(args, make_owner(scheduler_id, epoch), lambda: step_loop.core.cached_prefixes())
     tracer = make_tracer(args, "scheduler", scheduler_id)
-    step_loop = StepLoop(config, index, None if tracer is None else RequestTraces(tracer))
+    step_loop = StepLoop(config, index, RequestTraces(tracer))
     gateways = Gateways(step_loop, epoch, args.gateway_heartbeat_s, MemoryLimit.of_flag(args.max_memory_bytes))
     timeouts = LinkTimeouts(heartbeat_s=args.heartbeat_timeout_s, step_s=args.step_timeout_s)
     dialer = Dialer(

@@ -14,7 +14,7 @@ from quire.v1 import rollouts_pb2, types_pb2
 
 from prefix_index.index import PrefixIndex
 from scheduler_svc.gateways.streams import Gateways
-from scheduler_svc.history import history_to_proto
+from scheduler_svc.history import history_to_proto, request_to_proto
 from scheduler_svc.other_schedulers import OtherSchedulers, lend
 from scheduler_svc.status import PoolSnapshots, describe
 from scheduler_svc.step_loop import StepLoop
@@ -176,7 +176,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetHistory(
         self, request: scheduler_pb2.GetHistoryRequest, context: Context
     ) -> scheduler_pb2.GetHistoryResponse:
-        return history_to_proto(self._parts.step_loop.events, self._to_unix)
+        step_loop = self._parts.step_loop
+        if not request.request_id:
+            return history_to_proto(step_loop.events, step_loop.traces, self._to_unix)
+        found = step_loop.traces.find(request.request_id, step_loop.times.first_token_at, time.monotonic())
+        return request_to_proto(found, self._to_unix)
 
     async def InspectScheduler(
         self, request: scheduler_pb2.InspectSchedulerRequest, context: Context

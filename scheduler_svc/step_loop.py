@@ -120,7 +120,7 @@ class StepLoop:
     def __init__(self, config: SchedulerConfig, index: PrefixIndex, traces: RequestTraces | None = None) -> None:
         self._config = config
         self._index = index
-        self._traces = traces
+        self.traces = traces or RequestTraces()
         self._now = 0.0  # time of the current turn
         self.core = Scheduler(config)  # others only read it
         self.lenders: Lenders | None = None
@@ -306,7 +306,6 @@ class StepLoop:
         inbox, self._inbox = self._inbox, []
         for apply in inbox:
             apply()
-        is_traced = self._traces is not None and self._traces.is_active
         batches = self.core.schedule(self._now)
         if self._reaching:
             self._settle_holds()
@@ -319,8 +318,7 @@ class StepLoop:
             self._begin_moves()
         if requeued := self.core.take_requeued():
             self._record_requeued(requeued)
-        if is_traced:
-            self._record_steps(batches)
+        self.traces.record_steps(batches, self._now)
         self._produce(self.core.take_expired())
         due_at = min(self.core.patience_ends_at, self.core.changes_due_at)
         if self.core.moves.is_on:
@@ -346,20 +344,15 @@ class StepLoop:
     def _record_requeued(self, requeued: list[QueuedSequence]) -> None:
         for sequence in requeued:
             self.events.add(self._now, f"sequences queued again: {sequence.requeue_reason}", count=1)
-        if self._traces is not None:
-            self._traces.record_moves(requeued, self._now)
-
-    def _record_steps(self, batches: Sequence[StepBatch]) -> None:
-        if self._traces is not None:
-            self._traces.record_steps(batches, self._now)
+        self.traces.record_moves(requeued, self._now)
 
     def _produce(self, deltas: Deltas) -> None:
         """Keep tokens and finishes of the core for `_route`."""
         if not len(deltas.token_ids) and not deltas.finished and deltas.prompt is None:
             return
         self._produced.append(deltas)
-        if self._traces is not None and deltas.finished:
-            self._traces.record_ends(deltas.finished, self.times.first_token_at, self._now)
+        if deltas.finished:
+            self.traces.record_ends(deltas.finished, self.times.first_token_at, self._now)
         self.times.record_deltas(deltas, self._now, self._find)
         # Drop finished requests at once: a late cancel must not find a request that another stream has taken over.
         for finished in deltas.finished:
@@ -394,26 +387,21 @@ class StepLoop:
         link = self._gateways.get(group.owner)
         if link is None:
             return
-        if self._traces is not None:
-            self._traces.begin(group, self._now)
+        self.traces.begin(group, self._now)
         try:
             self._add(group)
         except QuireError as error:
             self.times.refusals[error.code.name] += 1
             self.events.add(self._now, f"requests refused: {error.code.name}", count=1)
-            self._record_refused(group, error.code.name)
+            self.traces.refuse(group, error.code.name, self._now)
             link.reply(group.handle, error)
         except Exception:
             # One request must not end the scheduler: its gateway would then send it to the next scheduler.
             log.exception("request %s: the core failed to add it", group.request_id)
-            self._record_refused(group, QuireError.code.name)
+            self.traces.refuse(group, QuireError.code.name, self._now)
             link.reply(group.handle, QuireError("internal error while queueing the request; see the scheduler's log"))
         else:
             link.reply(group.handle, None)
-
-    def _record_refused(self, group: SequenceGroup, code: str) -> None:
-        if self._traces is not None:
-            self._traces.refuse(group, code, self._now)
 
     def _add(self, group: SequenceGroup) -> None:
         if self._refusal is not None:

@@ -17,7 +17,7 @@ from gateway_svc.schedulers.directory import ModelDirectory
 from svc_common.observe.metrics import quire_version
 
 MIN_INTERVAL_S = 0.2
-Key = frozenset[str] | str  # workers, or "history"
+Key = frozenset[str] | str  # workers, or a request
 MAX_POOLS = 8  # limit for one page, unless it asks for no workers
 
 
@@ -37,9 +37,9 @@ class ConsoleState:
         wanted = frozenset(islice(worker_ids, MAX_POOLS))
         return await self._kept(wanted, lambda: self._read(wanted))
 
-    async def history(self) -> bytes:
-        """The events of all schedulers, as JSON."""
-        return await self._kept("history", self._read_history)
+    async def history(self, request_id: str = "") -> bytes:
+        """Events and ended requests of all schedulers, or one request with its stages, as JSON."""
+        return await self._kept(request_id, lambda: self._read_history(request_id))
 
     async def _kept(self, key: Key, read: Callable[[], Awaitable[object]]) -> bytes:
         async with self._reading:
@@ -49,9 +49,9 @@ class ConsoleState:
                 self._newest[key] = now, json.dumps(await read(), separators=(",", ":")).encode()
             return self._newest[key][1]
 
-    async def _read_history(self) -> object:
+    async def _read_history(self, request_id: str) -> object:
         clients = self._directory.clients
-        found = await asyncio.gather(*map(get_history, clients))
+        found = await asyncio.gather(*(get_history(client, request_id) for client in clients))
         return [{"address": client.address, **_plain(past)} for client, past in zip(clients, found, strict=True)]
 
     async def _read(self, worker_ids: frozenset[str]) -> object:

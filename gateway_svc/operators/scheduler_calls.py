@@ -30,10 +30,10 @@ async def get_pools(client: SchedulerClient, worker_ids: Collection[str]) -> pb.
         return pb.GetPoolsResponse()
 
 
-async def get_history(client: SchedulerClient) -> pb.GetHistoryResponse:
-    """The past of a scheduler; nothing if it does not answer in time."""
+async def get_history(client: SchedulerClient, request_id: str = "") -> pb.GetHistoryResponse:
+    """The past of a scheduler, or that of one request; nothing if it does not answer in time."""
     try:
-        return await client.stub.GetHistory(pb.GetHistoryRequest(), timeout=STATUS_TIMEOUT_S)
+        return await client.stub.GetHistory(pb.GetHistoryRequest(request_id=request_id), timeout=STATUS_TIMEOUT_S)
     except grpc.aio.AioRpcError:
         return pb.GetHistoryResponse()
 

@@ -395,6 +395,16 @@ def test_a_lost_worker_stays_with_what_happened(tmp_path: Path) -> None:
             wait_for("the event", lambda: f"worker {console.worker.name} is lost" in text_of(browser, "#events"))
             console.worker.start()
             wait_for("its return", lambda: any("ready" in row for row in workers_in(browser)))
+        browser.find_element(By.LINK_TEXT, "Requests").click()
+        ends = ("length", "aborted")  # the client leaves it, if it still runs
+        wait_for("its end", lambda: any(f"moved {end}" in text_of(browser, "#requests") for end in ends))
+        browser.find_element(By.LINK_TEXT, "moved").click()
+        wait_for("its stages", lambda: "moved: lost" in text_of(browser, "#timeline"))
+        stages = [row.text for row in browser.find_elements(By.CSS_SELECTOR, "#timeline tr")]
+        assert [stage.split()[1] for stage in stages] == ["queue", "prefill", "decode", "move"]
+        assert f"resumed on {console.worker.name}" in stages[-1]
+        assert "ended: " in text_of(browser, "#timeline")
+        browser.find_element(By.LINK_TEXT, "Overview").click()
         browser.refresh()
         wait_for("the events of before", lambda: "is lost" in text_of(browser, "#events"))
         assert text_of(browser, "#events").count(f"worker {console.worker.name} joined") == 2

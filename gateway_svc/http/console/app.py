@@ -2,7 +2,7 @@
 
     /console/            the page and its files: constant, without data, so they need no key
     /console/api/state   the state; needs a key of operators, if there are keys. ?worker=ID&worker=ID: with their pools
-    /console/api/history the events; needs the same key
+    /console/api/history events and ended requests; needs the same key. ?request=ID: one request with its stages
     everything else      the HTTP API, for the playground; needs a key for inference, if there are keys
 
 The page sends keys in a header, never in cookies, so that no other page can use them.
@@ -49,7 +49,7 @@ def console_app(
         return Response(await state.newest(request.query_params.getlist("worker")), media_type="application/json")
 
     async def console_history(request: Request) -> Response:
-        return Response(await state.history(), media_type="application/json")
+        return Response(await state.history(request.query_params.get("request", "")), media_type="application/json")
 
     async def console_file(request: Request) -> Response:
         name = request.url.path.removeprefix(FOLDER) or "index.html"

@@ -42,6 +42,10 @@ class Client:
     ) -> scheduler_pb2.GetHistoryResponse:
         self.num_calls += 1
         await asyncio.sleep(0)
+        if request.request_id:
+            return scheduler_pb2.GetHistoryResponse(
+                request=scheduler_pb2.RequestTimeline(request_id=request.request_id)
+            )
         return scheduler_pb2.GetHistoryResponse(events=[scheduler_pb2.SchedulerEvent(at=5.0, text="worker w joined")])
 
 
@@ -82,6 +86,7 @@ async def test_many_pages_cause_one_call(monkeypatch: pytest.MonkeyPatch) -> Non
     assert client.num_calls == 4
     (scheduler,) = json.loads(found[0])
     assert (scheduler["address"], scheduler["events"][0]["text"]) == ("s:1", "worker w joined")
+    assert json.loads(await state.history("a"))[0]["request"]["request_id"] == "a"
 
 
 def test_the_page_has_no_inline_code_and_no_other_hosts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scheduler_svc.history import JOIN_S, MAX_EVENTS, MAX_TEXT, Events, history_to_proto
+from scheduler_svc.request_traces import RequestTraces
 from tests.builders import make_group
 from tests.unit.scheduler.fakes import FakeGateway, FakeWorker, running_loop, settle
 
@@ -29,7 +30,7 @@ def test_equal_counts_within_a_short_time_are_one_event() -> None:
     assert texts(events) == [("refused", 5), ("worker a joined", 0), ("worker a joined", 0)]
     events.add(JOIN_S + 0.1, "refused", count=1)
     assert texts(events)[-1] == ("refused", 1), "the first one is too old"
-    message = history_to_proto(events, lambda at: at + 1000.0)
+    message = history_to_proto(events, RequestTraces(), lambda at: at + 1000.0)
     first = message.events[0]
     assert (first.at, first.count) == (1000.0, 5)
 

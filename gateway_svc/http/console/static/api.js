@@ -33,8 +33,10 @@ export async function readState(workers) {
   return (await checked(response)).json();
 }
 
-export async function readHistory() {
-  const response = await fetch("/console/api/history", { headers: headers(keys.operator), cache: "no-store" });
+// Of all schedulers: events and requests that ended, or one request with its stages.
+export async function readHistory(request = "") {
+  const query = new URLSearchParams(request && { request });
+  const response = await fetch(`/console/api/history?${query}`, { headers: headers(keys.operator), cache: "no-store" });
   return (await checked(response)).json();
 }
 

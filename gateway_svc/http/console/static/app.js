@@ -6,6 +6,7 @@ import { colour, make } from "./draw.js";
 import { Fleet } from "./fleet.js";
 import { Playground } from "./playground.js";
 import { PoolBoard } from "./pools.js";
+import { Requests, seconds } from "./requests.js";
 import { Lanes } from "./sequences.js";
 
 const INTERVAL_MS = 500;
@@ -19,6 +20,7 @@ const lanes = new Lanes();
 const pools = new PoolBoard(field("pools"));
 const playground = new Playground();
 const fleet = new Fleet();
+const requests = new Requests();
 let models = "";
 let historyAt = -HISTORY_MS;
 
@@ -31,11 +33,6 @@ function firstTokens(schedulers) {
   const histograms = schedulers.map((scheduler) => scheduler.first_token).filter((found) => found?.counts.length);
   const counts = histograms[0]?.counts.map((_, i) => histograms.reduce((sum, one) => sum + Number(one.counts[i]), 0));
   return { counts: counts ?? [], bounds: histograms[0]?.bounds_s ?? [] };
-}
-
-function seconds(value) {
-  if (value === null) return "–";
-  return value < 1 ? `${Math.round(1000 * value)} ms` : `${value.toFixed(2)} s`;
 }
 
 function number(value) {
@@ -99,7 +96,7 @@ function show(state) {
   drawCharts();
   fleet.update(state.time, state.schedulers);
   pools.update(state.schedulers, fleet.live().length);
-  lanes.update(state.schedulers);
+  requests.show(lanes.update(state.schedulers));
   const away = state.schedulers.filter((scheduler) => !scheduler.connected).length;
   field("connection").className = away ? "" : "live";
   field("connection").textContent = away ? `${away} of ${state.schedulers.length} schedulers not connected` : "live";
@@ -107,6 +104,7 @@ function show(state) {
 
 function showHistory(schedulers) {
   for (const { address, events } of schedulers) fleet.addEvents(address, events);
+  requests.update(schedulers);
 }
 
 function askForKeys(error) {
@@ -122,6 +120,7 @@ async function poll() {
     if (performance.now() - historyAt >= HISTORY_MS) {
       showHistory(await readHistory());
       historyAt = performance.now();
+      await requests.readChosen();
     }
     show(await readState(fleet.wanted()));
   } catch (error) {
@@ -142,7 +141,10 @@ function showView() {
   for (const link of document.querySelectorAll("nav a")) link.ariaCurrent = link.hash === `#${shown.dataset.view}` ? "page" : null;
 }
 
-addEventListener("hashchange", showView);
+addEventListener("hashchange", () => {
+  showView();
+  historyAt = -HISTORY_MS;
+});
 showView();
 field("keys-button").addEventListener("click", () => {
   field("operator-key").value = keys.operator;

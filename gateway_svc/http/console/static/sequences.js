@@ -2,6 +2,7 @@
 // has finished when it has left the rows of a drawn worker, or is gone while all workers are drawn.
 
 import { fillOf, make, shortId } from "./draw.js";
+import { linkTo } from "./requests.js";
 
 const MAX_FINISHED = 24;
 const MAX_SHOWN = 40;
@@ -14,12 +15,12 @@ export class Lanes {
     this.elements = new Map();
   }
 
-  // `schedulers`: as in the state. A scheduler that does not answer keeps its sequences.
+  // `schedulers`: as in the state. A scheduler that does not answer keeps its sequences. Returns the open ones.
   update(schedulers) {
     const waiting = schedulers.flatMap((scheduler) => scheduler.waiting);
     const poolsOf = (scheduler) => scheduler.pools.map((pool) => [`${scheduler.address}/${pool.worker_id}`, pool]);
     const pools = new Map(schedulers.flatMap(poolsOf));
-    const running = [...pools].flatMap(([at, pool]) => pool.rows.map((row) => ({ ...row, at })));
+    const running = [...pools].flatMap(([at, pool]) => pool.rows.map((row) => ({ ...row, at, worker: pool.worker_id })));
     const open = new Map([...waiting, ...running].map((sequence) => [keyOf(sequence), sequence]));
     const isWhole = running.length >= sum(schedulers, "num_running");
     if (schedulers.every((scheduler) => scheduler.connected)) {
@@ -31,6 +32,7 @@ export class Lanes {
     this.show("waiting", waiting, sum(schedulers, "num_waiting"));
     this.show("running", running, sum(schedulers, "num_running"));
     this.show("finished", [...this.finished.values()].reverse(), sum(schedulers, "finished"));
+    return [...running, ...waiting];
   }
 
   finish(key, sequence) {
@@ -60,7 +62,7 @@ export class Lanes {
       element.title = sequence.request_id;
       const dot = element.appendChild(make("i"));
       dot.style.background = fillOf(sequence.request_id);
-      element.append(make("span", shortId(sequence)), make("small"));
+      element.append(linkTo(sequence.request_id, shortId(sequence)), make("small"));
       this.elements.set(key, element);
     }
     const output = sequence.num_tokens - sequence.prompt_tokens;
