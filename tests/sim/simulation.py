@@ -57,6 +57,9 @@ class Setup:
     has_slow_links: bool = False  # full pools and few losses: what a source must keep, it would have evicted by then
     has_fast_links: bool = False  # full pools and lazy workers: a move arrives before the steps in flight, if it may
     has_slow_disks: bool = False  # full pools: what was evicted is on the disk, and is not worth reading
+    has_turns: bool = (
+        False  # prompts continue conversations; most models have states, snapshots at each block, and drafts
+    )
     has_operators: bool = False  # pauses, sleep, resets, updates, loans and conversations, together with all others
 
     @property
@@ -106,8 +109,13 @@ class Simulation:
         self._nan_rate = self._nan_rng.choice((0.0, 0.0, 0.0, 0.2))
         self.num_events = self._num_arrived = self._next_epoch = 0
         self.setup = replace(self._choose_setup(), **changes)
-        if self.setup.has_groups:
+        if self.setup.has_groups or self.setup.has_turns:
             self._encoder_rate = 0.0
+        if self.setup.has_turns:
+            turn_rng = Random(f"turns {seed}")
+            self._has_states = turn_rng.random() < 0.8
+            self.setup = replace(self.setup, num_requests=24)
+            self._draft_rate = turn_rng.choice((0.3, 0.7, 1.0))
         if self.setup.has_moves:
             self._encoder_rate = self._tight_rate = 0.0
             self._has_states = Random(f"moved states {seed}").random() < 0.4
@@ -191,13 +199,16 @@ class Simulation:
             budget = max(budget, self._encoder_rng.choice((0, max_len)))
         self._next_epoch += 1
         depth, num_snapshots = rng.randint(1, 6), NUM_SNAPSHOTS[2 * self.setup.has_moves :]
+        spacings = (1, bs, 3 * bs, 1000)[: 4 - self.setup.has_moves]
+        if self.setup.has_turns:
+            num_snapshots, spacings = NUM_SNAPSHOTS[3 if self.setup.has_groups else 1 :], (1,)
         groups = self._choose_groups(depth, max_num_seqs)
         return WorkerCapacity(
             worker_id, self._next_epoch, num_blocks, bs, max_num_seqs, budget, max_len,
             pipeline_depth=depth, vocab_size=self.cluster.vocab_size, attention_window=self.window,
             groups=groups, max_adapters=self._adapter_rng.randint(1, 3), movement=self._choose_movement(len(groups)),
             num_snapshots=self._state_rng.choice(num_snapshots) if self._has_states else None,
-            snapshot_tokens=self._state_rng.choice((1, bs, 3 * bs, 1000)[: 4 - self.setup.has_moves]),
+            snapshot_tokens=self._state_rng.choice(spacings),
         )  # fmt: skip
 
     def _choose_groups(self, depth: int, max_num_seqs: int) -> tuple[CacheGroup, ...]:
@@ -235,9 +246,13 @@ class Simulation:
             self.cluster.num_blocks_of(request, self.window, shares_prompt=self._shares_prompts) for request in searches
         )
 
-    def _choose_prompt(self) -> list[int]:
+    def _choose_prompt(self, conversation: int) -> list[int]:
         """Shared prefixes, repeated prompts and continued conversations are as common as new prompts."""
         rng, limit, kind = self.rng, self.cluster.max_model_len, self.rng.random()
+        turns = [one for one in self.cluster.requests.values() if one.conversation == conversation]
+        if self.setup.has_turns and turns and kind < 0.9:  # also an edited turn, and one beside an open one
+            before = turns[-1].prompt + turns[-1].delivered[0]
+            return [*before[: rng.choice((len(before), max(1, len(before) - 6), limit // 2))][: limit - 1], 1]
         if self.setup.has_moves and kind < 0.85:
             room = rng.randint(1, 6) * (6 if self._has_roles else 1)  # for outputs: streams leave after a few tokens
             return rng.choice(self._prefixes)[: max(1, limit - room)] + self._random_tokens(rng.randint(0, 2))
@@ -310,6 +325,11 @@ class Simulation:
         rng = self._adapter_rng
         return rng.choice(ADAPTERS) if rng.random() < self._adapter_rate else b""
 
+    def _choose_conversation(self) -> int:
+        """The number of a conversation; 0: none."""
+        has_some = self.operators is not None or self.setup.has_turns
+        return self._operator_rng.choice((0, 1, 1, 2)) if has_some else 0
+
     def _random_worker(self) -> SymbolicWorker:
         return self.rng.choice(list(self.cluster.workers.values()))
 
@@ -378,7 +398,8 @@ class Simulation:
     def _arrive(self) -> None:
         rng = self.rng
         self._num_arrived += 1
-        prompt, encoder = self._put_input(self._choose_prompt()), self._choose_encoder()
+        conversation = self._choose_conversation()
+        prompt, encoder = self._put_input(self._choose_prompt(conversation)), self._choose_encoder()
         if encoder:
             prompt = encoder + prompt[: max(1, self.cluster.max_model_len - 2 * len(encoder))]
         stop = self._choose_stop(len(prompt))
@@ -389,6 +410,8 @@ class Simulation:
         seed, n = rng.choice((7, rng.randrange(1 << 32))), rng.choice((1, 1, rng.randint(1, self.setup.max_n)))
         if self._nan_rng.random() < self._nan_rate:
             seed = NAN_SEED
+        if conversation and self.setup.has_turns:
+            n = 1
         request = self.cluster.make_request(
             prompt,
             stop,
@@ -401,7 +424,7 @@ class Simulation:
             owner=rng.randrange(NUM_OWNERS),
             beams=beams,
             num_encoder_tokens=len(encoder),
-            conversation=self._operator_rng.choice((0, 1, 1, 2)) if self.operators is not None else 0,
+            conversation=conversation,
         )
         if rng.random() < 0.15 and beams is None:  # another scheduler served it until now
             request.delivered = [e.tokens[: rng.randint(0, len(e.tokens))] for e in request.expected]

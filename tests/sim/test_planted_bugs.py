@@ -50,6 +50,7 @@ from tests.sim.tiers import Tier, is_sound
 MAX_SEEDS = 200
 KINDS = (  # systems
     "has_moves", "has_groups", "has_windows", "has_slow_links", "has_fast_links", "has_slow_disks", "has_operators",
+    "has_turns",
 )  # fmt: skip
 
 Patch = pytest.MonkeyPatch
@@ -71,6 +72,7 @@ class Bug:
     has_fast_links: bool = False  # with has_moves
     has_slow_disks: bool = False  # with has_moves
     has_operators: bool = False  # for bugs in holds of the barrier
+    has_turns: bool = False  # for bugs in conversations and states
 
     @property
     def changes(self) -> dict[str, float]:
@@ -537,6 +539,25 @@ def window_frees_one_block_early(patch: Patch) -> None:
     wrap(patch, Windows, "free_unneeded", free)
 
 
+@bug("two changes in a row|no acknowledged step|not that of its chain|which is not full", first_seed=16)
+def lost_digest_announced(patch: Patch) -> None:
+    def commit(original: Any, pool: BlockManager, fills: Any) -> None:
+        pool._announce([fill for fill in fills if not pool._committed[fill[0]]])
+
+    wrap(patch, BlockManager, "commit", commit)
+
+
+@bug("two changes in a row", first_seed=11)
+def newest_block_holds_a_prefix_that_another_one_holds(patch: Patch) -> None:
+    def register(original: Any, pool: BlockManager, blocks: Any, digests: Any, tokens: Any) -> Any:
+        for digest in digests:
+            if pool._prefix_caching:
+                pool.held.pop(digest, None)
+        return original(pool, blocks, digests, tokens)
+
+    wrap(patch, BlockManager, "register", register)
+
+
 # -- rows and answers --------------------------------------------------------------------------------------------------
 
 
@@ -675,6 +696,11 @@ def draining_worker_gets_sequences(patch: Patch) -> None:
         return placed
 
     wrap(patch, Placement, "assign", assign)
+
+
+@bug("no acknowledged step has computed|the oracle has|did not end", first_seed=23)
+def row_without_a_token_goes_on(patch: Patch) -> None:
+    wrap(patch, answers, "_failures", lambda original, step, output: list(output.errors))
 
 
 # -- beams -------------------------------------------------------------------------------------------------------------
@@ -996,6 +1022,41 @@ def state_not_reset_at_reuse(patch: Patch) -> None:
     wrap(patch, SymbolicWorker, "_start_state", start)
 
 
+@bug("a cache group lost", has_groups=True, has_turns=True, first_seed=77)
+def groups_not_asked_on_workers_with_states(patch: Patch) -> None:
+    def usable(original: Any, group: WindowGroup, digests: Any, num_blocks: int, token_ids: Any = None) -> int:
+        has_states = group.worker.capacity.num_snapshots is not None
+        return num_blocks if has_states else original(group, digests, num_blocks, token_ids)
+
+    wrap(patch, WindowGroup, "usable_hits", usable)
+
+
+@bug(
+    "the oracle has|sample from a state|starts after .* tokens from the snapshot",
+    failure_rate=0.3,
+    has_turns=True,
+    first_seed=49,
+)
+def digests_of_a_snapshot_taken_when_it_is_planned(patch: Patch) -> None:
+    """A row that fails in that step has them too."""
+
+    def take(original: Any, self: Snapshots, row: int, plan: Any, *args: Any, **how: Any) -> list[Taken]:
+        taken = original(self, row, plan, *args, **how)
+        for one in taken:
+            one.digests = plan.digests
+        return taken
+
+    wrap(patch, Snapshots, "_take", take)
+
+
+@bug("KeyError|starts after .* tokens from the snapshot", has_groups=True, first_seed=35)
+def states_not_asked_on_workers_with_groups(patch: Patch) -> None:
+    def usable(original: Any, self: Snapshots, digests: Any, num_blocks: int, token_ids: Any = None) -> int:
+        return num_blocks if self.worker.capacity.groups else original(self, digests, num_blocks, token_ids)
+
+    wrap(patch, Snapshots, "usable_hits", usable)
+
+
 # -- moves of blocks ---------------------------------------------------------------------------------------------------
 
 
@@ -1203,6 +1264,16 @@ def block_of_a_group_free_during_a_fetch(patch: Patch) -> None:
 
     wrap(patch, WindowGroup, "reserve", reserve)
     wrap(patch, WindowGroup, "receive", receive)
+
+
+@bug("starts after .* tokens from the snapshot", has_moves=True, has_operators=True, first_seed=23)
+def slot_given_to_a_move_before_its_row_opens(patch: Patch) -> None:
+    def hit(original: Any, self: Snapshots, digest: bytes) -> int:
+        slot: int = original(self, digest)
+        self._opening.clear()
+        return slot
+
+    wrap(patch, Snapshots, "_hit", hit)
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------

@@ -104,6 +104,18 @@ def test_blocks_of_cache_groups_move_with_more_seeds(first: int) -> None:
         run_seed(seed, has_groups=True, has_moves=True)
 
 
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(10, 1000, 10))])
+def test_turns_of_conversations(first: int) -> None:
+    """Turns that continue or change earlier ones, with states and drafts, and with cache groups beside the states."""
+    num_cached = num_accepted = num_of_both = 0
+    for seed in range(first, first + 10):
+        cluster = run_seed(seed, has_turns=True, has_groups=seed % 2 == 1).cluster
+        num_cached += cluster.num_cached_tokens
+        num_accepted += sum(worker.num_accepted for worker in cluster.workers.values())
+        num_of_both += any(worker.snapshots and worker.capacity.groups for worker in cluster.workers.values())
+    assert min(num_cached, num_accepted, num_of_both)
+
+
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(20, 2000, 20))])
 def test_operators(first: int) -> None:
     """Several holds of the barrier at once, with fetches, loans, drains, losses, drafts and swaps in between."""

@@ -20,8 +20,8 @@ Where
 When
     A step takes snapshots as it passes their positions, so they cost no step. A snapshot can be used when that step is
     answered, and only if its row was not closed by then: a row that failed, or that read what a failed row wrote, is
-    closed before. A slot may be overwritten at any time, because rows that start from it are opened, and copy it,
-    before anything in a later step writes to it.
+    closed before. A slot may be overwritten in and after the step whose rows start from it, because they copy it when
+    they open. A move that begins while that step is planned may write before it, so it takes none of its slots.
 
 Moves
     A snapshot moves with the blocks before it (block_moves.py), and is kept while another worker reads it. Those of
@@ -104,6 +104,7 @@ class Snapshots(WorkerPart):
         self._answered: list[Taken] = []  # of the step whose answer is being applied
         self._lent: Counter[int] = Counter()  # slot -> moves that read it
         self._forgotten: set[int] = set()  # lent slots that become free when they are not read any more
+        self._opening: set[int] = set()  # slots that rows of the step that is being planned start from
         self._arriving: dict[int, int] = {}  # slot -> tokens that its snapshot will save
         self._first_id = capacity.num_all_blocks
         self._has_tier = capacity.movement is not None and capacity.movement.has_tier
@@ -137,6 +138,7 @@ class Snapshots(WorkerPart):
         kept = self.kept[digest]
         kept.was_hit, kept.value = True, self._clock + kept.tokens
         self.counts.snapshot_hits += 1
+        self._opening.add(kept.slot)
         return kept.slot
 
     def _positions(self, seq: Sequence, start: int, end: int) -> list[int]:
@@ -150,6 +152,7 @@ class Snapshots(WorkerPart):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def fill(self, batch: StepBatch) -> None:
+        self._opening.clear()
         if self._commits:
             self._send_commits(batch)
         least, most = self.worker.context_bounds(batch)
@@ -211,7 +214,8 @@ class Snapshots(WorkerPart):
         if self._free:
             return self._free.pop()
         held = self.worker.pool.held
-        free = [digest for digest, kept in self.kept.items() if kept.slot not in self._lent]
+        in_use = self._lent.keys() | self._opening
+        free = [digest for digest, kept in self.kept.items() if kept.slot not in in_use]
         lowest = min(free, key=lambda digest: self.kept[digest].value if digest in held else 0.0, default=None)
         if lowest is None:
             return None
