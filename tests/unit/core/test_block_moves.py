@@ -196,27 +196,6 @@ def test_others_pass_a_sequence_that_waits_for_blocks_and_its_twin_waits_with_it
     check_scheduler(scheduler)
 
 
-def test_what_arrives_after_all_prefixes_were_forgotten_is_dropped() -> None:
-    """The memory that the blocks are written to may have been freed meanwhile."""
-    scheduler = make_scheduler(capacity("w0"))
-    warm(scheduler)
-    held = digests_of(scheduler, "w0")
-    scheduler.remove_worker("w0")
-    scheduler.add_worker(capacity("w0", worker_epoch=2))
-    scheduler.moves.change_tiers("w0", dict.fromkeys(held, TierKind.DISK))
-    scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
-    (move,) = moves_of(scheduler)
-    scheduler.forget_prefixes()
-    (batch,) = scheduler.schedule(1.0)
-    assert batch.context_lens.tolist() == [0], "it does not wait any longer"
-    assert not set(batch.opens[0].block_table.tolist()) & set(move.block_ids.tolist()), "they may still be written"
-    check_scheduler(scheduler)
-    scheduler.end_move(move.move_id, 10, 0.01, 1.1)
-    check_scheduler(scheduler)
-    assert digests_of(scheduler, "w0") == []
-    assert scheduler.moves.num_in_tiers("w0") == 10
-
-
 def test_a_draining_worker_sends_the_blocks_of_a_row_ahead() -> None:
     scheduler = make_scheduler(capacity("w0"), capacity("w1"))
     scheduler.add_group(make_group(PROMPT, "stream", max_tokens=100), 0.0)
@@ -305,20 +284,6 @@ def test_without_its_snapshot_no_block_moves_and_a_dear_one_is_computed() -> Non
         scheduler.forget_prefixes()
 
 
-def test_a_snapshot_is_kept_while_another_worker_reads_it() -> None:
-    scheduler = make_scheduler(recurrent("w0", num_snapshots=1))
-    warm(scheduler)
-    part = snapshots_of(scheduler)
-    (digest,) = part.kept
-    ids = part.lend([digest])
-    for start in (100, 200):
-        scheduler.add_group(make_group(list(range(start, start + 45)), str(start), max_tokens=1), 0.0)
-        run_to_end(scheduler)
-        assert (digest in part.kept) == (start == 100)
-        check_scheduler(scheduler)
-        part.take_back(ids)
-
-
 def test_a_snapshot_that_is_forgotten_while_another_worker_reads_it_keeps_its_slot() -> None:
     scheduler = make_scheduler(recurrent("w0", num_snapshots=1))
     warm(scheduler)
@@ -387,24 +352,6 @@ def test_a_restarted_worker_reads_the_window_before_the_first_token_in_each_grou
     assert batch.context_lens.tolist() == [4 * end]
     assert set(batch.commit_digests) >= {*held[:end], *(group_digest(digest, 1) for digest in tail)}
     assert scheduler.stats().counts.moved_bytes == 100 * end + 3 * 250
-
-
-def test_blocks_of_a_group_that_did_not_arrive_are_free_again() -> None:
-    scheduler = make_scheduler(windowed("w0"))
-    warm(scheduler)
-    held = digests_of(scheduler, "w0")
-    scheduler.remove_worker("w0")
-    scheduler.add_worker(windowed("w0", worker_epoch=2))
-    names = [group_digest(digest, 1) for digest in held]
-    scheduler.moves.change_tiers("w0", dict.fromkeys((*held, *names), TierKind.DISK))
-    scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
-    (move,) = moves_of(scheduler)
-    scheduler.end_move(move.move_id, len(held) + 2, 0.01, 1.1)
-    check_scheduler(scheduler)
-    run_to_end(scheduler)
-    check_scheduler(scheduler)
-    (part,) = scheduler._workers["w0"].parts_of_all
-    assert part.pool.num_used == 0
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])

@@ -106,18 +106,6 @@ def test_a_search_without_an_answer_ends_by_itself(borrower: Scheduler) -> None:
     assert batch.context_lens.tolist() == [0]
 
 
-def test_blocks_that_did_not_arrive_are_computed(lender: Scheduler, borrower: Scheduler) -> None:
-    search = search_of(borrower)
-    _, lent = lend(lender, search)
-    borrower.end_search(search, lent, 1.05)
-    move = move_of(borrower)
-    borrower.end_move(move.move_id, 3, 0.01, 1.2)
-    check_scheduler(borrower)
-    (batch,) = borrower.schedule(1.2)
-    assert batch.context_lens.tolist() == [12]
-    assert borrower.stats().counts.failed_block_moves == 1
-
-
 def test_a_loan_that_ended_before_the_move_began_is_not_read(lender: Scheduler, borrower: Scheduler) -> None:
     search = search_of(borrower)
     _, lent = lend(lender, search)
@@ -217,11 +205,3 @@ def test_a_part_of_a_pool_can_be_lent_at_once(lender: Scheduler, borrower: Sched
         lender.end_loan(loan)
     check_scheduler(lender)
     assert lender.lend(wanted(search)) is not None
-
-
-def test_a_loan_of_a_worker_that_has_left_ends_without_effect(lender: Scheduler, borrower: Scheduler) -> None:
-    loan, _ = lend(lender, search_of(borrower))
-    lender.remove_worker("theirs")
-    lender.add_worker(replace(make_capacity("theirs", num_blocks=64, worker_epoch=9), movement=MOVEMENT))
-    lender.end_loan(loan)
-    check_scheduler(lender)

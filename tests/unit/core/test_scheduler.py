@@ -164,48 +164,6 @@ def test_an_answer_out_of_order_or_for_other_rows_is_refused_and_changes_nothing
     assert not len(scheduler.update(StepOutput(1, EMPTY, EMPTY, worker_id="gone"), 0.0).token_ids)
 
 
-def test_a_row_without_token_has_failed_and_the_others_continue() -> None:
-    scheduler = make()
-    for name, start in (("a", 0), ("b", 50)):
-        scheduler.add_group(group(name, range(start, start + 4)), 0.0)
-    (batch,) = scheduler.schedule(0.0)
-    deltas = scheduler.update(StepOutput(batch.step_id, u32(1), u32(9), worker_id="w"), 0.0)
-    assert [(f.group.request_id, f.reason) for f in deltas.finished] == [("a", FinishReason.ERROR)]
-    assert deltas.token_ids.tolist() == [9]
-    check_scheduler(scheduler)
-    (batch,) = scheduler.schedule(0.0)
-    assert batch.rows.tolist() == [1]
-
-
-def test_rows_that_share_blocks_of_a_failed_row_are_computed_again() -> None:
-    scheduler = make()
-    scheduler.add_group(group("bad", range(10)), 0.0)
-    scheduler.add_group(group("good", range(10), max_tokens=1), 0.0)
-    (batch,) = scheduler.schedule(0.0)
-    assert batch.opens[1].num_computed_tokens == 8  # shares two blocks of the same step
-    deltas = scheduler.update(answer(batch, failures=(0,)), 0.0)
-    check_scheduler(scheduler)
-    assert [(f.group.request_id, f.message) for f in deltas.finished] == [("bad", "NaN in the logits")]
-    assert not len(deltas.token_ids)  # good's token came from blocks that were never filled
-    (batch,) = scheduler.schedule(0.0)
-    assert (batch.opens[0].group.request_id, batch.opens[0].num_computed_tokens) == ("good", 0)
-    deltas = scheduler.update(answer(batch), 0.0)
-    assert [(f.group.request_id, f.reason) for f in deltas.finished] == [("good", FinishReason.LENGTH)]
-
-
-def test_samples_of_a_failed_prompt_are_computed_on_their_own() -> None:
-    scheduler = make()
-    scheduler.add_group(group("a", range(6), max_tokens=1, n=3), 0.0)
-    (batch,) = scheduler.schedule(0.0)
-    deltas = scheduler.update(StepOutput(batch.step_id, EMPTY, EMPTY, [RowError(0, "NaN")], worker_id="w"), 0.0)
-    assert [(f.sample_index, f.reason) for f in deltas.finished] == [(0, FinishReason.ERROR)]
-    check_scheduler(scheduler)
-    (batch,) = scheduler.schedule(0.0)
-    deltas = scheduler.update(answer(batch), 0.0)
-    assert [(f.sample_index, f.reason) for f in deltas.finished] == [(1, FinishReason.LENGTH), (2, FinishReason.LENGTH)]
-    assert not scheduler.has_work
-
-
 def test_adopted_blocks_are_hits_after_a_comparison_of_tokens() -> None:
     config = SchedulerConfig(root_salt=b"model")
     digests: list[bytes] = []
@@ -222,16 +180,6 @@ def test_adopted_blocks_are_hits_after_a_comparison_of_tokens() -> None:
         scheduler.add_worker(capacity("x"), [CachedBlock(99, digests[0], u32(0, 1, 2, 3))])
 
 
-def test_salts_keep_requests_apart() -> None:
-    scheduler = make()
-    scheduler.add_group(group("a", range(8), max_tokens=1), 0.0)
-    (batch,) = scheduler.schedule(0.0)
-    scheduler.update(answer(batch), 0.0)
-    scheduler.add_group(group("b", range(8), max_tokens=1, root_key=b"other"), 0.0)
-    (batch,) = scheduler.schedule(0.0)
-    assert batch.opens[0].num_computed_tokens == 0
-
-
 def test_without_prefix_caching_every_prompt_is_computed() -> None:
     scheduler = make(SchedulerConfig(prefix_caching=False))
     for name in ("a", "b"):
@@ -242,43 +190,6 @@ def test_without_prefix_caching_every_prompt_is_computed() -> None:
         check_scheduler(scheduler)
     assert scheduler.take_prefix_events() == []
     assert scheduler.stats().counts.prefix_cache_hits == 0
-
-
-def test_a_drained_worker_finishes_and_admits_nothing() -> None:
-    scheduler = make()
-    scheduler.add_group(group("a", range(4), max_tokens=2), 0.0)
-    (batch,) = scheduler.schedule(0.0)
-    scheduler.drain_worker("w")
-    scheduler.add_group(group("b", range(4), max_tokens=2), 0.0)
-    scheduler.update(answer(batch), 0.0)
-    (batch,) = scheduler.schedule(0.0)
-    deltas = scheduler.update(answer(batch), 0.0)
-    assert [f.group.request_id for f in deltas.finished] == ["a"]
-    assert not any(len(batch.rows) for batch in scheduler.schedule(0.0))
-    scheduler.add_worker(capacity("late"))
-    batches = [batch for batch in scheduler.schedule(0.0) if len(batch.rows)]
-    assert [(b.worker_id, b.opens[0].group.request_id) for b in batches] == [("late", "b")]
-
-
-def test_a_returned_sequence_never_exceeds_its_limit() -> None:
-    scheduler = make(pipeline_depth=3)
-    scheduler.add_group(group("a", range(4), max_tokens=2), 0.0)
-    batches = scheduler.schedule(0.0)
-    assert [batch.query_lens.tolist() for batch in batches] == [[4], [1]]  # a third would compute beyond max_tokens
-
-
-def test_prefix_events_match_the_cached_prefixes() -> None:
-    scheduler = make(num_blocks=4)
-    scheduler.add_group(group("a", range(8), max_tokens=1), 0.0)
-    (batch,) = scheduler.schedule(0.0)
-    assert scheduler.take_prefix_events() == []
-    scheduler.update(answer(batch), 0.0)
-    (changes,) = scheduler.take_prefix_events()
-    assert [is_cached for _, is_cached in changes.blocks] == [True, True]
-    assert scheduler.cached_prefixes() == [changes]
-    scheduler.remove_worker("w")
-    (withdrawn,) = scheduler.take_prefix_events()
-    assert [is_cached for _, is_cached in withdrawn.blocks] == [False, False]
 
 
 def fail_all(scheduler: Scheduler, batch: StepBatch) -> list[tuple[str, FinishReason]]:
