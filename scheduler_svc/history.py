@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import Protocol
 
 from quire.internal.v1 import scheduler_pb2
 
+from scheduler_svc.core.steps.costs import Cost
+
 MAX_EVENTS = 200
 MAX_ENDED = 200  # requests
+MAX_TENANTS = 50
 MAX_STAGES = 64  # of one request
 MAX_TEXT = 300  # characters of an event: workers choose their ids and errors
 JOIN_S = 10.0  # equal events within this time are one with a count
@@ -87,6 +91,15 @@ def history_to_proto(
     ]
     ended = [_record_to_proto(record, to_unix) for record in requests.ended]
     return scheduler_pb2.GetHistoryResponse(events=found, ended=ended)
+
+
+def add_totals(
+    message: scheduler_pb2.GetHistoryResponse, refusals: Mapping[str, int], tenants: Mapping[str, Cost]
+) -> None:
+    """Add counts since the start: refused requests by code, and the tenants that used the most."""
+    message.refused.update(refusals)
+    for name, cost in nlargest(MAX_TENANTS, tenants.items(), key=lambda pair: pair[1].processor_us):
+        message.tenants.add(tenant_id=name, processor_s=cost.processor_us / 1e6, block_s=cost.block_s)
 
 
 def request_to_proto(

@@ -14,7 +14,7 @@ from quire.v1 import rollouts_pb2, types_pb2
 
 from prefix_index.index import PrefixIndex
 from scheduler_svc.gateways.streams import Gateways
-from scheduler_svc.history import history_to_proto, request_to_proto
+from scheduler_svc.history import add_totals, history_to_proto, request_to_proto
 from scheduler_svc.other_schedulers import OtherSchedulers, lend
 from scheduler_svc.status import PoolSnapshots, describe
 from scheduler_svc.step_loop import StepLoop
@@ -178,7 +178,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.GetHistoryResponse:
         step_loop = self._parts.step_loop
         if not request.request_id:
-            return history_to_proto(step_loop.events, step_loop.traces, self._to_unix)
+            history = history_to_proto(step_loop.events, step_loop.traces, self._to_unix)
+            add_totals(history, step_loop.times.refusals, step_loop.core.stats().costs.tenants)
+            history.adapters.extend(self._parts.pool.describe_adapters())
+            return history
         found = step_loop.traces.find(request.request_id, step_loop.times.first_token_at, time.monotonic())
         return request_to_proto(found, self._to_unix)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from itertools import islice
+from operator import itemgetter
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -18,13 +19,20 @@ from svc_common.observe.metrics import quire_version
 
 MIN_INTERVAL_S = 0.2
 Key = frozenset[str] | str  # workers, or a request
+MAX_ERRORS = 50  # pairs of method and code, the most frequent ones
 MAX_POOLS = 8  # limit for one page, unless it asks for no workers
 
 
 class ConsoleState:
     """Owns the newest states. Schedulers are asked once per MIN_INTERVAL_S for all pages that show the same workers."""
 
-    def __init__(self, status: Callable[[], Awaitable[pb.GetStatusResponse]], directory: ModelDirectory) -> None:
+    def __init__(
+        self,
+        status: Callable[[], Awaitable[pb.GetStatusResponse]],
+        directory: ModelDirectory,
+        errors: Mapping[tuple[str, str], int],
+    ) -> None:
+        self._errors = errors  # of the gateway's calls, by method and code
         self._status = status
         self._directory = directory
         self._newest: dict[Key, tuple[float, bytes]] = {}
@@ -68,6 +76,7 @@ class ConsoleState:
             "open_streams": status.open_streams,
             "pinned_sessions": status.pinned_sessions if status.HasField("pinned_sessions") else None,
             "pins_by_owner": [_plain(pins) for pins in status.pins_by_owner],
+            "errors": sorted(([*call, count] for call, count in self._errors.items()), key=itemgetter(2))[-MAX_ERRORS:],
             "schedulers": schedulers,
         }
 

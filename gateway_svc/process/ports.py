@@ -105,7 +105,7 @@ class Ports:
             args, servicer, directory, lane, server, self._admin, self._audit, self._intake, operations
         )
         self._http = make_http(args, make_app, self._authenticator, self._tls)
-        state = ConsoleState(servicer.full_status, directory)
+        state = ConsoleState(servicer.full_status, directory, server.rpc.errors)
         self._console = make_console(args, make_app, self._authenticator, state, server, self._tls)
         add_InferenceServiceServicer_to_server(servicer, server.grpc)
         add_SessionServiceServicer_to_server(SessionServicer(servicer.generation.sessions), server.grpc)

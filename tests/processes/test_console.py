@@ -241,6 +241,10 @@ def test_the_page_shows_a_request_its_blocks_and_a_chat(open_console: Console) -
             wait_for("a rate", lambda: text_of(browser, "#rate") not in ("–", "0"))
         wait_for("the request has finished", lambda: "shown" in lane(browser, "finished"))
         stream_a_chat(browser)
+        open_console.get("/v1/models/none")
+        browser.find_element(By.LINK_TEXT, "Usage").click()
+        wait_for("the error", lambda: "NOT_FOUND" in text_of(browser, "#errors"))
+        wait_for("the use", lambda: "without a tenant" in text_of(browser, "#tenants"))
         assert problems(browser) == []
 
 

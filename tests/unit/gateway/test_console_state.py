@@ -17,6 +17,8 @@ from gateway_svc.http.console.app import read_assets
 from gateway_svc.operators import console_state
 from gateway_svc.operators.console_state import ConsoleState
 
+ERRORS = {("Generate", "INVALID_ARGUMENT"): 7, ("GetModel", "NOT_FOUND"): 1}
+
 
 class Client:
     """A scheduler with one pool."""
@@ -58,7 +60,7 @@ async def status() -> pb.GetStatusResponse:
 
 def make_state(client: Client) -> ConsoleState:
     directory: Any = SimpleNamespace(clients=[client])
-    return ConsoleState(status, directory)
+    return ConsoleState(status, directory, ERRORS)
 
 
 async def test_the_state_joins_status_and_pools() -> None:
@@ -67,6 +69,7 @@ async def test_the_state_joins_status_and_pools() -> None:
     assert (scheduler["address"], int(scheduler["output_tokens"])) == ("s:1", 1 << 40)
     assert base64.b64decode(scheduler["pools"][0]["states"]) == bytes([0, 2, 3])
     assert (scheduler["waiting"], state["open_streams"]) == ([], 2), "empty lists are present"
+    assert state["errors"] == [["GetModel", "NOT_FOUND", 1], ["Generate", "INVALID_ARGUMENT", 7]]
     assert (state["pinned_sessions"], state["pins_by_owner"]) == (3, [{"owner": "team-a", "num_sessions": 3}])
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from scheduler_svc.history import JOIN_S, MAX_EVENTS, MAX_TEXT, Events, history_to_proto
+from quire.internal.v1 import scheduler_pb2
+
+from scheduler_svc.core.steps.costs import Cost
+from scheduler_svc.history import JOIN_S, MAX_EVENTS, MAX_TENANTS, MAX_TEXT, Events, add_totals, history_to_proto
 from scheduler_svc.request_traces import RequestTraces
 from tests.builders import make_group
 from tests.unit.scheduler.fakes import FakeGateway, FakeWorker, running_loop, settle
@@ -33,6 +36,14 @@ def test_equal_counts_within_a_short_time_are_one_event() -> None:
     message = history_to_proto(events, RequestTraces(), lambda at: at + 1000.0)
     first = message.events[0]
     assert (first.at, first.count) == (1000.0, 5)
+
+
+def test_the_tenants_that_used_the_most_are_listed() -> None:
+    message = scheduler_pb2.GetHistoryResponse()
+    tenants = {f"t{i}": Cost(processor_us=i * 1e6, block_s=1.0) for i in range(2 * MAX_TENANTS)}
+    add_totals(message, {"UNAVAILABLE": 3}, tenants)
+    assert (dict(message.refused), len(message.tenants)) == ({"UNAVAILABLE": 3}, MAX_TENANTS)
+    assert (message.tenants[0].tenant_id, message.tenants[0].processor_s) == ("t99", 99.0)
 
 
 async def test_events_of_workers_and_requests() -> None:

@@ -8,6 +8,7 @@ import { Playground } from "./playground.js";
 import { PoolBoard } from "./pools.js";
 import { Requests, seconds } from "./requests.js";
 import { Lanes } from "./sequences.js";
+import { showErrors, showUsage } from "./usage.js";
 
 const INTERVAL_MS = 500;
 const RETRY_MS = 2000;
@@ -94,6 +95,7 @@ function show(state) {
   showModels(state.schedulers);
   showNumbers(state);
   drawCharts();
+  showErrors(state);
   fleet.update(state.time, state.schedulers);
   pools.update(state.schedulers, fleet.live().length);
   requests.show(lanes.update(state.schedulers));
@@ -105,6 +107,7 @@ function show(state) {
 function showHistory(schedulers) {
   for (const { address, events } of schedulers) fleet.addEvents(address, events);
   requests.update(schedulers);
+  showUsage(schedulers);
 }
 
 function askForKeys(error) {
