@@ -18,8 +18,8 @@ The decode run
     one, and do not end the run. The columns are indexed by row, so a change of members moves no values.
 
 Columns of a step
-    Making the columns of a step (`Columns`) advances its rows by the tokens of the step. Chunks of prompts are handled
-    one by one: most steps have one at most, and a numpy operation on one row takes longer than a few plain numbers.
+    Making the columns of a step (`RowColumns`) advances its rows by the tokens of the step. Chunks of prompts are
+    handled one by one: most steps have one at most, and a numpy operation on one row costs more than a few numbers.
 """
 
 from __future__ import annotations
@@ -402,7 +402,7 @@ class DecodeRun:
         return context_lens, self._slots[rows].astype(np.uint32)
 
 
-class Columns(NamedTuple):
+class RowColumns(NamedTuple):
     """Some rows of a step."""
 
     rows: U32  # [N]
@@ -417,17 +417,17 @@ class Columns(NamedTuple):
     max_query_lens: U32 | None = None  # [N] tokens reserved for a row that speculates, else 0. None: no row does
 
 
-NO_COLUMNS = Columns(EMPTY, EMPTY, EMPTY, np.empty(0, dtype=np.bool_), EMPTY, continues=False)
+NO_COLUMNS = RowColumns(EMPTY, EMPTY, EMPTY, np.empty(0, dtype=np.bool_), EMPTY, continues=False)
 
 
-def columns_of_run(table: RowTable, run: DecodeRun, members: Members, new_blocks: I64 | None) -> Columns:
+def columns_of_run(table: RowTable, run: DecodeRun, members: Members, new_blocks: I64 | None) -> RowColumns:
     """Advance the decode run. `new_blocks` has a block for each row whose previous block is full."""
     context_lens, slots = run.advance(members, new_blocks)
     ones, trues = table.ones[: len(members.rows)], table.trues[: len(members.rows)]
-    return Columns(members.sent_rows, ones, context_lens, trues, slots, run.full, may_reach_limit=not run.steps_left)
+    return RowColumns(members.sent_rows, ones, context_lens, trues, slots, run.full, may_reach_limit=not run.steps_left)
 
 
-def columns_of_decodes(table: RowTable, rows: I64) -> Columns:
+def columns_of_decodes(table: RowTable, rows: I64) -> RowColumns:
     """Advance rows that compute their newest token, and neither are in the run nor speculate."""
     context_lens, planned = table.num_computed_tokens[rows], table.num_planned[rows]
     left, reaches_end, ends = table.limit[rows] - planned, context_lens + 1 == planned, context_lens + 1
@@ -438,7 +438,7 @@ def columns_of_decodes(table: RowTable, rows: I64) -> Columns:
     if table.num_private:
         full = full[~table.is_private[rows[full]]]
     table.num_computed_tokens[rows], table.num_planned[rows] = ends, planned
-    return Columns(
+    return RowColumns(
         rows.astype(np.uint32),
         table.ones[: len(rows)],
         context_lens.astype(np.uint32),
@@ -451,7 +451,7 @@ def columns_of_decodes(table: RowTable, rows: I64) -> Columns:
     )
 
 
-def columns_of_drafts(table: RowTable, rows: I64, num_drafts: I64) -> Columns:
+def columns_of_drafts(table: RowTable, rows: I64, num_drafts: I64) -> RowColumns:
     """Advance rows that speculate by the most tokens that they may have: the newest one and these drafts. Their slot is
     that of the last position that they may write. A row without drafts at a known position is sent as any other.
     """
@@ -463,7 +463,7 @@ def columns_of_drafts(table: RowTable, rows: I64, num_drafts: I64) -> Columns:
         most *= speculates
         full = ((ends % table.block_size == 0) & ~speculates).nonzero()[0]
     table.num_computed_tokens[rows], table.num_planned[rows], table.num_unknown[rows] = ends, ends + 1, unknown
-    return Columns(
+    return RowColumns(
         rows.astype(np.uint32),
         table.ones[: len(rows)],
         (planned - 1).astype(np.uint32),
@@ -476,7 +476,7 @@ def columns_of_drafts(table: RowTable, rows: I64, num_drafts: I64) -> Columns:
     )
 
 
-def with_chunks(table: RowTable, head: Columns, chunks: list[tuple[int, int]]) -> Columns:
+def with_chunks(table: RowTable, head: RowColumns, chunks: list[tuple[int, int]]) -> RowColumns:
     """Advance rows by chunks of their prompts: pairs of a row and its number of tokens. Returns the columns of `head`,
     followed by those of these rows.
     """
@@ -495,7 +495,7 @@ def with_chunks(table: RowTable, head: Columns, chunks: list[tuple[int, int]]) -
             prompt_only.append(row)
         may_reach_limit |= left <= 1
         continues |= left > 1 or not reaches_end
-    return Columns(
+    return RowColumns(
         _extended(head.rows, [row for row, _ in chunks]),
         _extended(head.query_lens, [count for _, count in chunks]),
         _extended(head.context_lens, starts),
@@ -520,11 +520,11 @@ def _extended(column: npt.NDArray[Any], values: list[int] | list[bool]) -> npt.N
     return extended
 
 
-def concatenated(first: Columns, second: Columns) -> Columns:
+def concatenated(first: RowColumns, second: RowColumns) -> RowColumns:
     """The columns of all rows, in this order. No row of `first` speculates. `full` counts from the first row."""
     if not len(first.rows):
         return second
-    return Columns(
+    return RowColumns(
         np.concatenate((first.rows, second.rows)),
         np.concatenate((first.query_lens, second.query_lens)),
         np.concatenate((first.context_lens, second.context_lens)),

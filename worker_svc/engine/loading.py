@@ -34,7 +34,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """What a model is loaded from, and what computes it."""
 
     checkpoint: Checkpoint

@@ -27,7 +27,7 @@ from worker_svc.engine.decoder.pool.block_payload import MovableBlocks
 from worker_svc.engine.engine_info import choose_dtype, make_engine_info
 from worker_svc.engine.kernels.machine import available_cores
 from worker_svc.engine.kernels.numerics import cpu_numerics
-from worker_svc.engine.loading import Loaded, Source
+from worker_svc.engine.loading import Loaded, ModelSource
 from worker_svc.engine.parts import load_model, make_proposer, step_parts
 from worker_svc.engine.row_part import having
 from worker_svc.engine.rows.open_rows import OpenRows
@@ -65,7 +65,7 @@ class ModelRunner(UpdatableWeights, StepRunner):
         self._layers = layers or self._backend
         checkpoint = Checkpoint(config.model_dir)
         dtype = getattr(torch, choose_dtype(config, checkpoint))
-        source = Source(checkpoint, config, self._backend, self._layers, dtype, self._threads, progress)
+        source = ModelSource(checkpoint, config, self._backend, self._layers, dtype, self._threads, progress)
         loaded = load_model(source)
         self._model: Any = loaded.model  # a Model; None while the weights sleep
         self._pool, self.adapters, self.images = loaded.pool, loaded.adapters, loaded.images
@@ -75,7 +75,7 @@ class ModelRunner(UpdatableWeights, StepRunner):
         self._serve_model(source, loaded, self._describe(source, loaded, degradations))
         self._backend.end_load()
 
-    def _serve_model(self, source: Source, loaded: Loaded, info: EngineInfo) -> None:
+    def _serve_model(self, source: ModelSource, loaded: Loaded, info: EngineInfo) -> None:
         """Makes the rows of a model, and the parts of its steps."""
         config = source.config
         rows = OpenRows(config.max_num_seqs, info.max_model_len, info.block_size, info.num_blocks, info.vocab_size)
@@ -87,7 +87,7 @@ class ModelRunner(UpdatableWeights, StepRunner):
         self._before, self._computed = having(self._parts, StepPart.before), having(self._parts, StepPart.computed)
         self._process, self._sampled = having(self._parts, StepPart.process), having(self._parts, StepPart.sampled)
 
-    def _describe(self, source: Source, loaded: Loaded, degradations: tuple[str, ...]) -> EngineInfo:
+    def _describe(self, source: ModelSource, loaded: Loaded, degradations: tuple[str, ...]) -> EngineInfo:
         """The facts about the loaded model."""
         backend, config, dtype = self._backend, source.config, choose_dtype(source.config, source.checkpoint)
         name, numerics = backend.name, cpu_numerics(backend.name, backend.arithmetic, formats=backend.formats)

@@ -12,7 +12,7 @@ from worker_svc.engine.encoder_decoder.config import is_encoder_decoder
 from worker_svc.engine.encoder_decoder.load import load_encoder_decoder
 from worker_svc.engine.loaders.decoders import load_decoder, load_draft_model
 from worker_svc.engine.loaders.encoders import load_encoder
-from worker_svc.engine.loading import Loaded, Source
+from worker_svc.engine.loading import Loaded, ModelSource
 from worker_svc.engine.pooling.pooling import Pooler
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.scoring import PromptScores, SampledScores
@@ -23,7 +23,7 @@ from worker_svc.engine.speculation.head_drafts import HeadDrafts
 from worker_svc.engine.step import Step, StepPart
 
 
-def load_model(source: Source) -> Loaded:
+def load_model(source: ModelSource) -> Loaded:
     """Raises CheckpointError for a folder that cannot be served, ValueError for settings that contradict the model."""
     if is_encoder_decoder(source.checkpoint.config):
         return load_encoder_decoder(source)
@@ -51,7 +51,7 @@ def step_parts(rows: OpenRows, tables: RowTables, loaded: Loaded, heads: HeadDra
 
 
 def make_proposer(
-    source: Source, loaded: Loaded, info: EngineInfo, rows: OpenRows
+    source: ModelSource, loaded: Loaded, info: EngineInfo, rows: OpenRows
 ) -> tuple[Callable[[OpenRows], Proposer], HeadDrafts | None]:
     """What proposes drafts, if the settings name something, and the part of a step that it needs."""
     config = source.config

@@ -19,7 +19,7 @@ from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.engine_info import revision_of
 from worker_svc.engine.kernels.memory import release
 from worker_svc.engine.loaders.decoders import load_decoder_weights
-from worker_svc.engine.loading import Source
+from worker_svc.engine.loading import ModelSource
 from worker_svc.engine.step import StepPart
 
 
@@ -52,7 +52,7 @@ class UpdatableWeights:
             raise ValueError("the weights of encoders cannot be updated; restart the workers with another model")
         checkpoint = Checkpoint(config.model_dir, updates)
         backend = make_backend(config.backend, self._threads, config.determinism, config.quantize)
-        source = Source(checkpoint, config, backend, backend, getattr(torch, info.dtype), self._threads)
+        source = ModelSource(checkpoint, config, backend, backend, getattr(torch, info.dtype), self._threads)
         weights = load_decoder_weights(source, info.max_model_len)
         digest = checkpoint.weights_digest()
         revision = revision_of(config, checkpoint, info.dtype, info.numerics, digest, info.max_model_len)

@@ -52,7 +52,7 @@ class SandboxProcess:
         self._max_answer_bytes = max_answer_bytes
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._connection: _Connection | None = None
+        self._connection: _Replies | None = None
         self._setups: set[str] = set()
 
     @property
@@ -118,12 +118,12 @@ class SandboxProcess:
             # A process with much memory takes some time to end. A thread waits, so that none stays behind as a zombie.
             asyncio.get_running_loop().run_in_executor(None, process.wait)
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self) -> _Replies:
         self.start()
         if self._connection is None:
             loop = asyncio.get_running_loop()
             _, self._connection = await loop.create_connection(
-                lambda: _Connection(self._max_answer_bytes), sock=self._socket
+                lambda: _Replies(self._max_answer_bytes), sock=self._socket
             )
         return self._connection
 
@@ -135,7 +135,7 @@ class SandboxProcess:
         return await asyncio.to_thread(process.wait)
 
 
-class _Connection(asyncio.Protocol):
+class _Replies(asyncio.Protocol):
     """The connection to one process: at most one message is unanswered."""
 
     def __init__(self, max_answer_bytes: int) -> None:

@@ -88,7 +88,7 @@ def _read_arguments(reader: AnswerReader, schema: Schema) -> Steps:
     separator = ""
     while (key := (yield from _read_key(reader))) is not None:
         reader.write(ItemKind.TOOL_CALL, f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-        value = yield from _Value(reader).read()
+        value = yield from _Literal(reader).read()
         if value is None:
             return  # cut off: the arguments stay incomplete
         reader.write(ItemKind.TOOL_CALL, json_of(value.strip(), types_of(member(schema, key), schema), is_literal=True))
@@ -119,7 +119,7 @@ def _read_key(reader: AnswerReader) -> Generator[None, None, str | None]:
         yield
 
 
-class _Value:
+class _Literal:
     """Reads one value, up to a comma or bracket outside of it. Control characters in its strings are escaped."""
 
     def __init__(self, reader: AnswerReader) -> None:

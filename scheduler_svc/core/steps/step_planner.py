@@ -64,8 +64,8 @@ from request_fields.sizes import MAX_BURST
 from scheduler_svc.core.rows import (
     NO_COLUMNS,
     NO_ROWS,
-    Columns,
     DecodeRun,
+    RowColumns,
     columns_of_decodes,
     columns_of_drafts,
     columns_of_run,
@@ -412,7 +412,7 @@ class StepPlanner:
             self.changes_due_at = now + self._changes_wait_s
         return now < self.changes_due_at and not self.worker.is_draining
 
-    def _make_columns(self, plan: StepPlan) -> Columns:
+    def _make_columns(self, plan: StepPlan) -> RowColumns:
         """Advance the planned rows: those of the run, other decoding rows, rows that speculate, then prompts."""
         r, columns = self._rows, NO_COLUMNS
         if plan.run is not None:
@@ -506,7 +506,7 @@ def _joined(tables: list[tuple[I64, I64, I64]]) -> tuple[U32, U32, U32]:
     return rows.astype(np.uint32), indices.astype(np.uint32), blocks.astype(np.uint32)
 
 
-def _sampled(columns: Columns, forks: list[tuple[int, int]]) -> U32:
+def _sampled(columns: RowColumns, forks: list[tuple[int, int]]) -> U32:
     """The rows that sample, then the rows that fork from them."""
     mask = columns.sample_mask
     rows = columns.rows if np.count_nonzero(mask) == len(mask) else columns.rows[mask]

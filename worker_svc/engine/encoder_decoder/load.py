@@ -21,7 +21,7 @@ from worker_svc.engine.encoder_decoder.config import EncoderDecoderConfig, parse
 from worker_svc.engine.encoder_decoder.log_mel import AudioSettings, LogMel, read_audio_settings
 from worker_svc.engine.encoder_decoder.model import EncoderDecoderModel
 from worker_svc.engine.encoder_decoder.weights import EncoderDecoderLoader
-from worker_svc.engine.loading import Loaded, Source, fitting_blocks
+from worker_svc.engine.loading import Loaded, ModelSource, fitting_blocks
 from worker_svc.engine.rows.tables import RowTables
 from worker_svc.engine.sampling.grammars import compiled_grammars
 from worker_svc.engine.step import Step, StepPart
@@ -58,7 +58,7 @@ def _row_of(token: int, rows: I64, starts: I64) -> int:
     return int(rows[np.searchsorted(starts, token, side="right") - 1])
 
 
-def load_encoder_decoder(source: Source) -> Loaded:
+def load_encoder_decoder(source: ModelSource) -> Loaded:
     """Raises CheckpointError for a checkpoint that cannot be served, ValueError for settings that contradict it."""
     checkpoint, config, layers = source.checkpoint, source.config, source.layers
     model = parse_encoder_decoder(checkpoint.config)

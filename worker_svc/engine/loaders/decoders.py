@@ -25,7 +25,7 @@ from worker_svc.engine.decoder.pool.cache_groups import divide_pool
 from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.decoder.weights import WeightLoader
 from worker_svc.engine.engine_info import choose_dtype, choose_max_model_len
-from worker_svc.engine.loading import Loaded, Source, fitting_blocks, pool_memory
+from worker_svc.engine.loading import Loaded, ModelSource, fitting_blocks, pool_memory
 from worker_svc.engine.pooling.config import read_pooling
 from worker_svc.engine.pooling.weights import PoolingWeights, load_pooling, pooling_info
 from worker_svc.engine.recurrent import StatePool
@@ -49,7 +49,7 @@ class DecoderWeights:
     head: Head | None  # None: none proposes drafts
 
 
-def load_decoder(source: Source) -> Loaded:
+def load_decoder(source: ModelSource) -> Loaded:
     """Raises CheckpointError for a folder that cannot be served, ValueError for settings that contradict the model."""
     checkpoint, config, backend, dtype = source.checkpoint, source.config, source.backend, source.dtype
     model = parse_config(checkpoint.config).named_in(checkpoint.has)
@@ -134,7 +134,7 @@ def _input_size(model: ModelConfig) -> int:
     return model.hidden_size if model.per_layer_table() is None else 0
 
 
-def load_decoder_weights(source: Source, max_model_len: int) -> DecoderWeights:
+def load_decoder_weights(source: ModelSource, max_model_len: int) -> DecoderWeights:
     """The weights of a checkpoint whose digest has not begun. Raises CheckpointError."""
     checkpoint, config, backend = source.checkpoint, source.config, source.backend
     model = parse_config(checkpoint.config).named_in(checkpoint.has).within(max_model_len)
@@ -167,7 +167,7 @@ def load_draft_model(
         speculate=None,
     )  # fmt: skip
     dtype = getattr(torch, choose_dtype(config, checkpoint))
-    loaded = load_decoder(Source(checkpoint, settings, backend, backend, dtype, threads))
+    loaded = load_decoder(ModelSource(checkpoint, settings, backend, backend, dtype, threads))
     decoder, pool = loaded.weights.model, loaded.pool
     decoder.fuse(pool)
     backend.end_load()

@@ -12,7 +12,7 @@ from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.encoder.config import EncoderConfig, parse_encoder
 from worker_svc.engine.encoder.families import encoder_of
 from worker_svc.engine.encoder.model import EncoderModel
-from worker_svc.engine.loading import Loaded, Source
+from worker_svc.engine.loading import Loaded, ModelSource
 from worker_svc.engine.pooling.config import PoolingConfig, read_pooling
 from worker_svc.engine.pooling.weights import load_pooling, pooling_info
 from worker_svc.engine.rows.embedder import InputEmbedder
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 STEPS_IN_FLIGHT = 3  # whose texts have blocks at the same time
 
 
-def load_encoder(source: Source) -> Loaded:
+def load_encoder(source: ModelSource) -> Loaded:
     """Raises CheckpointError for a folder that cannot be served, ValueError for settings that contradict the model."""
     checkpoint, config, layers, dtype = source.checkpoint, source.config, source.layers, source.dtype
     family = encoder_of(checkpoint.config)
