@@ -49,6 +49,7 @@ class AnswerPlan:
     is_parallel: bool
     is_reasoning_begun: bool  # the prompt ends with the start of reasoning
     num_earlier_calls: int = 0  # in the messages of the chat
+    must_call: bool = False
 
     def new_parser(self) -> ChatParser:
         """A parser for one answer."""
@@ -57,6 +58,7 @@ class AnswerPlan:
             is_reasoning_begun=self.is_reasoning_begun,
             tools=self.schemas,
             is_parallel=self.is_parallel,
+            must_call=self.must_call,
         )
 
     def call_id(self, request_id: str, sample: int, call: AnswerPiece) -> str:
@@ -133,6 +135,7 @@ def answer_plan(
         is_parallel=_is_parallel(chat),
         is_reasoning_begun=_is_reasoning_begun(chat, format, model.text.tokenizer, prompt_ids),
         num_earlier_calls=sum(len(message.tool_calls) for message in chat.messages),
+        must_call=must_call(chat),
     )
 
 

@@ -58,7 +58,8 @@ class ChatParser:
     """Parses one answer.
 
     `is_reasoning_begun`: the prompt ended with the start of reasoning. `tools`: the JSON schema of the parameters of
-    each tool, by name. With `is_parallel` false, everything after the first call is dropped.
+    each tool, by name. With `is_parallel` false, everything after the first call is dropped. `must_call`: a grammar
+    allows calls only, so the text that is left at the end is the start of a call that was cut off, and is dropped.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class ChatParser:
         is_reasoning_begun: bool = False,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         is_parallel: bool = True,
+        must_call: bool = False,
     ) -> None:
+        self._must_call = must_call
         self._reader = AnswerReader()
         self._reader.is_reasoning = is_reasoning_begun and format.reasoning is not None
         self._is_parallel = is_parallel
@@ -98,7 +101,8 @@ class ChatParser:
         """End the text. Returns the parts that were held back."""
         self._reader.is_ended = True
         next(self._steps)
-        return self._new_parts()
+        parts = self._new_parts()
+        return [part for part in parts if part.kind is not ItemKind.CONTENT] if self._must_call else parts
 
     def _new_parts(self) -> list[AnswerPiece]:
         parts = self._reader.take_parts()

@@ -16,7 +16,7 @@ from gateway_svc.http.openai.answers import delta_of
 from gateway_svc.text.chat_output import ChatFormat, parse
 from gateway_svc.text.tool_formats import TOOL_FORMATS
 from tests.chat_templates import CLOCK, TEMPLATES, WEATHER
-from tests.unit.gateway.fakes import EOS, STOP, FakeScheduler, TestGateway
+from tests.unit.gateway.fakes import EOS, LENGTH, STOP, FakeScheduler, TestGateway
 from tests.unit.gateway.test_chat_streams import ANSWER, encode, serving
 from tests.unit.gateway.test_http import HttpGateway
 from tests.unit.gateway.test_tool_grammar import SCHEMAS, VALID, names_in
@@ -84,6 +84,21 @@ async def test_a_call_that_a_stop_string_cuts_ends_as_stop() -> None:
     assert (whole.finish_reason, whole.stop_reason) == ("stop", "Ulm")
     assert chunks[-1].choices[0].finish_reason == "stop"
     assert whole.message.tool_calls[0].function.arguments == '{"city": "'
+
+
+@pytest.mark.parametrize("cut", ["<tool_c", '<tool_call>\n{"name": "wea'])
+async def test_the_start_of_a_forced_call_that_is_cut_off_is_no_content(cut: str) -> None:
+    async with client_of() as (client, _, scheduler):
+        call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>\n'
+        scheduler.play(encode(call + cut), LENGTH)
+        asked: Any = {"model": "demo", "messages": USER, "tools": TOOLS}
+        forced = (await client.chat.completions.create(**asked, tool_choice="required")).choices[0]
+        async with client.chat.completions.stream(**asked, tool_choice="required") as stream:
+            streamed = [event.chunk.choices[0] async for event in stream if event.type == "chunk"]
+        free = (await client.chat.completions.create(**asked)).choices[0]
+    assert (forced.finish_reason, forced.message.content, free.message.content) == ("length", None, cut)
+    assert [forced.message.tool_calls[0].function.name] == ["clock"]  # type: ignore[union-attr,index]
+    assert not any(choice.delta.content for choice in streamed)
 
 
 FORMATS = {name: texts[-1] for name, texts in VALID.items()} | {
