@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
+from operator import sub
 from typing import Protocol
 
+import numpy as np
 from quire.internal.v1 import scheduler_pb2
 
+from scheduler_svc.core.stats import Load
 from scheduler_svc.core.steps.costs import Cost
 
 MAX_EVENTS = 200
 MAX_ENDED = 200  # requests
+MAX_SAMPLES = 360
+SAMPLE_S = 10.0
 MAX_TENANTS = 50
 MAX_STAGES = 64  # of one request
 MAX_TEXT = 300  # characters of an event: workers choose their ids and errors
@@ -46,6 +51,25 @@ class Events:
                 event.count += count
                 return
         self.newest.append(Event(now, text, is_bad, count))
+
+
+class Samples:
+    """Owns the samples of the last hour. `keep_samples` of the service takes them."""
+
+    def __init__(self) -> None:
+        self.newest: deque[tuple[float, ...]] = deque(maxlen=MAX_SAMPLES)
+        self._before: Sequence[int] = ()
+
+    def add(self, now: float, load: Load, counters: Sequence[int]) -> None:
+        """Add the load and the changes of the counters. The first call only keeps the counters."""
+        if self._before:
+            changes = map(sub, counters, self._before)
+            self.newest.append((now, load.num_running, load.num_waiting, *changes))
+        self._before = counters
+
+    def to_bytes(self, now: float) -> bytes:
+        """The samples with their age instead of their time, as in GetHistoryResponse."""
+        return np.array([(now - at, *values) for at, *values in self.newest], dtype="<f4").tobytes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.flags import make_parser
 from scheduler_svc.gateways.streams import Gateways
+from scheduler_svc.history import SAMPLE_S
 from scheduler_svc.metrics import SPECS, SchedulerReader
 from scheduler_svc.other_schedulers import OtherSchedulers
 from scheduler_svc.request_traces import RequestTraces
@@ -156,6 +157,8 @@ class SchedulerProcess:
                 parts.index.start()
             if parts.others is not None:
                 closing.push_async_callback(parts.others.close)
+            sampling = asyncio.create_task(keep_samples(parts.step_loop))
+            closing.callback(sampling.cancel)
             steps = asyncio.create_task(parts.step_loop.run())
             steps.add_done_callback(lambda _: server.stopping.set())
             server.set_serving(True)
@@ -165,6 +168,15 @@ class SchedulerProcess:
             await server.run_until_stopped(lambda: drain(parts, steps, args.drain_timeout_s))
             parts.step_loop.stop()
             return await _exit_status(steps)
+
+
+async def keep_samples(step_loop: StepLoop) -> None:
+    """Take a sample at each multiple of SAMPLE_S, until cancelled."""
+    clock, times = asyncio.get_running_loop().time, step_loop.times
+    while True:
+        counters = (times.output_tokens, *times.first_token.counts)
+        step_loop.samples.add(SAMPLE_S * round(clock() / SAMPLE_S), step_loop.core.load(), counters)
+        await asyncio.sleep(SAMPLE_S - clock() % SAMPLE_S)
 
 
 async def drain(parts: SchedulerParts, loop_task: asyncio.Task[None], timeout_s: float) -> None:

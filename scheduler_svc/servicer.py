@@ -180,6 +180,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if not request.request_id:
             history = history_to_proto(step_loop.events, step_loop.traces, self._to_unix)
             add_totals(history, step_loop.times.refusals, step_loop.core.stats().costs.tenants)
+            history.samples = step_loop.samples.to_bytes(time.monotonic())
             history.adapters.extend(self._parts.pool.describe_adapters())
             return history
         found = step_loop.traces.find(request.request_id, step_loop.times.first_token_at, time.monotonic())

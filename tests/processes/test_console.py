@@ -248,6 +248,33 @@ def test_the_page_shows_a_request_its_blocks_and_a_chat(open_console: Console) -
         assert problems(browser) == []
 
 
+HOUR = """
+const done = arguments[0];
+import("/console/charts.js").then(({ readHour }) => {
+  const bytes = (rows) => new Uint8Array(new Float32Array(rows.flat()).buffer);
+  const samples = (...rows) => ({ samples: btoa(String.fromCharCode(...bytes(rows))) });
+  const one = samples([13, 1, 0, 100, 0, 0, 0], [3, 2, 5, 200, 0, 4, 0]);
+  const hour = readHour([one, samples([7, 1, 0, 300, 0, 0, 0])], [0.1, 0.2], 1000);
+  done(Object.entries(hour).map(([name, { points }]) => [name, points.map(({ time, value }) => [time, value])]));
+});
+"""
+
+
+@needs_browser()
+def test_the_charts_show_the_last_hour(open_console: Console) -> None:
+    with open_browser() as browser, open_console.running("sampled", None):
+        browser.get(f"{open_console.url}/console/")
+        hour = dict(browser.execute_async_script(HOUR))
+        assert hour["rate"] == [[990, 10], [1000, 50]], "the samples of both schedulers together"
+        assert (hour["running"], hour["waiting"]) == ([[990, 1], [1000, 3]], [[990, 0], [1000, 5]])
+        assert [value for _, value in hour["ttft"]] == [None, pytest.approx(0.15)]
+        browser.find_element(By.ID, "hour").click()
+        state = lambda: json.loads(open_console.get("/console/api/history")[2])[0]["samples"]  # noqa: E731
+        before = len(wait_for("a sample", state, 30.0))
+        wait_for("the next one", lambda: len(state()) > before, 30.0)
+        assert problems(browser) == []
+
+
 def stream_a_chat(browser: WebDriver) -> None:
     browser.find_element(By.LINK_TEXT, "Playground").click()
     assert not browser.find_element(By.ID, "pools").is_displayed(), "the playground is a view of its own"

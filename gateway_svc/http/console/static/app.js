@@ -1,7 +1,7 @@
 // The page: asks for the state twice per second while it is visible, and hands it to its parts.
 
 import { ApiError, keys, readHistory, readState } from "./api.js";
-import { Counters, draw, Series } from "./charts.js";
+import { Counters, draw, readHour, Series } from "./charts.js";
 import { colour, make } from "./draw.js";
 import { Fleet } from "./fleet.js";
 import { Playground } from "./playground.js";
@@ -23,6 +23,7 @@ const playground = new Playground();
 const fleet = new Fleet();
 const requests = new Requests();
 let models = "";
+let histories = [];
 let historyAt = -HISTORY_MS;
 
 function total(schedulers, name) {
@@ -84,17 +85,19 @@ function showNumbers(state) {
   field("pinned").textContent = [state.pinned_sessions ?? "–", ...owners].join(", ");
 }
 
-function drawCharts() {
+function drawCharts(state) {
+  const isHour = field("hour").ariaPressed === "true";
+  const shown = isHour ? readHour(histories, firstTokens(state.schedulers).bounds, state.time) : series;
   const [first, second] = [colour("--accent"), colour("--second")];
-  draw(field("chart-rate"), [{ series: series.rate, colour: first }], number);
-  draw(field("chart-ttft"), [{ series: series.high, colour: second }, { series: series.ttft, colour: first }], seconds);
-  draw(field("chart-queue"), [{ series: series.running, colour: first }, { series: series.waiting, colour: second }], number);
+  draw(field("chart-rate"), [{ series: shown.rate, colour: first }], number);
+  draw(field("chart-ttft"), [{ series: shown.high, colour: second }, { series: shown.ttft, colour: first }], seconds);
+  draw(field("chart-queue"), [{ series: shown.running, colour: first }, { series: shown.waiting, colour: second }], number);
 }
 
 function show(state) {
   showModels(state.schedulers);
   showNumbers(state);
-  drawCharts();
+  drawCharts(state);
   showErrors(state);
   fleet.update(state.time, state.schedulers);
   pools.update(state.schedulers, fleet.live().length);
@@ -106,6 +109,7 @@ function show(state) {
 
 function showHistory(schedulers) {
   for (const { address, events } of schedulers) fleet.addEvents(address, events);
+  histories = schedulers;
   requests.update(schedulers);
   showUsage(schedulers);
 }
@@ -149,6 +153,7 @@ addEventListener("hashchange", () => {
   historyAt = -HISTORY_MS;
 });
 showView();
+field("hour").addEventListener("click", ({ target }) => { target.ariaPressed = target.ariaPressed !== "true"; });
 field("keys-button").addEventListener("click", () => {
   field("operator-key").value = keys.operator;
   field("inference-key").value = keys.inference;

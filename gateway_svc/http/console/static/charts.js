@@ -1,11 +1,12 @@
-// Line charts of the last two minutes, and rates and quantiles from the differences of counters.
+// Line charts of the last two minutes or of an hour, and rates and quantiles from the differences of counters.
 
-import { colour, prepare } from "./draw.js";
+import { colour, decode, prepare } from "./draw.js";
 
 const WINDOW_S = 120;
 const LEAST_WINDOW_S = 20;
 const RATE_S = 2;
 const QUANTILE_S = 30;
+const SAMPLE_S = 10;
 
 export class Series {
   constructor() {
@@ -38,7 +39,7 @@ export function draw(canvas, lines, format) {
     context.stroke();
   }
   context.fillText(format(highest), 2, y(highest) - 3);
-  context.fillText(`${Math.round(span)} s ago`, 2, height - 2);
+  context.fillText(span > 300 ? `${Math.round(span / 60)} min ago` : `${Math.round(span)} s ago`, 2, height - 2);
   context.fillText("now", width - 22, height - 2);
   for (const line of lines) drawLine(context, line, x, y);
 }
@@ -91,16 +92,42 @@ export class Counters {
     const { counts, bounds } = this.samples.at(-1);
     const before = this.samples[0].counts;
     const changes = counts.map((count, i) => count - (before[i] ?? 0));
-    const total = changes.reduce((sum, count) => sum + count, 0);
-    if (total <= 0) return null;
-    let rank = fraction * total;
-    for (let i = 0; i < changes.length; i++) {
-      if (rank <= changes[i]) {
-        const low = i ? bounds[i - 1] : 0;
-        return low + ((bounds[i] ?? low) - low) * (rank / changes[i]);
-      }
-      rank -= changes[i];
-    }
-    return bounds.at(-1);
+    return quantile(fraction, changes, bounds);
   }
+}
+
+function quantile(fraction, counts, bounds) {
+  const total = counts.reduce((sum, count) => sum + count, 0);
+  if (total <= 0) return null;
+  let rank = fraction * total;
+  for (let i = 0; i < counts.length; i++) {
+    if (rank <= counts[i]) {
+      const low = i ? bounds[i - 1] : 0;
+      return low + ((bounds[i] ?? low) - low) * (rank / counts[i]);
+    }
+    rank -= counts[i];
+  }
+  return bounds.at(-1);
+}
+
+// The last hour of all schedulers together: series by name, from the samples of the histories.
+export function readHour(histories, bounds, now) {
+  const width = 5 + bounds.length;
+  const sums = new Map(); // by age in samples
+  for (const values of histories.map(({ samples }) => new Float32Array(decode(samples).buffer))) {
+    for (let at = 0; at + width <= values.length; at += width) {
+      const age = Math.floor(values[at] / SAMPLE_S);
+      const before = sums.get(age) ?? new Array(width).fill(0);
+      sums.set(age, before.map((sum, i) => sum + values[at + i]));
+    }
+  }
+  const rows = [...sums].sort(([one], [other]) => other - one);
+  const points = (read) => ({ points: rows.map(([age, sum]) => ({ time: now - age * SAMPLE_S, value: read(sum) })) });
+  return {
+    rate: points((sum) => sum[3] / SAMPLE_S),
+    ttft: points((sum) => quantile(0.5, sum.slice(4), bounds)),
+    high: points((sum) => quantile(0.95, sum.slice(4), bounds)),
+    running: points((sum) => sum[1]),
+    waiting: points((sum) => sum[2]),
+  };
 }

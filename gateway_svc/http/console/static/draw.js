@@ -2,6 +2,10 @@
 
 const NUM_HUES = 12;
 
+export function decode(base64) {
+  return Uint8Array.from(atob(base64), (char) => char.charCodeAt(0));
+}
+
 export function make(tag, text = "", name = "") {
   const element = document.createElement(tag);
   element.textContent = text;

@@ -1,6 +1,6 @@
 // The block pools of all workers, drawn as pages, and their rows.
 
-import { colour, fillOf, make, prepare, shortId, showTip } from "./draw.js";
+import { colour, decode, fillOf, make, prepare, shortId, showTip } from "./draw.js";
 
 const [FREE, CACHED, USED, SHARED] = [0, 1, 2, 3];
 const NAMES = ["free", "cached prefix", "used", "shared"];
@@ -9,10 +9,6 @@ const MAX_HEIGHT = 240; // of all pools together
 const LEAST_HEIGHT = 60; // of one pool
 const FLASH_MS = 500;
 const isStill = matchMedia("(prefers-reduced-motion: reduce)");
-
-function decode(base64) {
-  return Uint8Array.from(atob(base64), (char) => char.charCodeAt(0));
-}
 
 // Largest size of a cell with which all cells fit.
 function cellSize(count, width, height) {
