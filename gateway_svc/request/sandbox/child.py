@@ -7,9 +7,12 @@ bytes.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import resource
 import signal
+import struct
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,14 +22,29 @@ from typing import Any
 from gateway_svc.request.sandbox.frames import DATA, read_frame, to_frame
 
 OOM_SCORE = Path("/proc/self/oom_score_adj")
+# seccomp(2): by architecture its number in a filter, the number of the call itself, and the column of CALLS
+ARCHITECTURES = {"x86_64": (0xC000003E, 317, 0), "aarch64": (0xC00000B7, 277, 1)}
+# System calls that a process may make: its pipes, memory, clocks, locks and its end. All others fail with EPERM.
+CALLS = {
+    "read": (0, 63), "write": (1, 64), "writev": (20, 66), "close": (3, 57), "lseek": (8, 62), "fstat": (5, 80),
+    "newfstatat": (262, 79), "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),
+    "mremap": (25, 216), "madvise": (28, 233), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139), "sigaltstack": (131, 132), "restart_syscall": (219, 128), "setitimer": (38, 103),
+    "clock_gettime": (228, 113), "gettimeofday": (96, 169), "getrandom": (318, 278), "futex": (202, 98),
+    "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "getpid": (39, 172), "gettid": (186, 178),
+    "exit": (60, 93), "exit_group": (231, 94),
+}  # fmt: skip
+SET_NO_NEW_PRIVS = 38  # an option of prctl(2)
+LOAD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06  # instructions of a filter
+ALLOW, FAIL_WITH_EPERM = 0x7FFF0000, 0x00050001
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def limit_process(memory_bytes: int) -> None:
     """Set the limits of the whole process. Memory is address space.
 
-    The process cannot open files or sockets and, unless it runs as root, cannot start processes. If the machine is out
-    of memory, the kernel ends this process before the gateway.
+    The process cannot open files or sockets, start processes, or reach others, such as its gateway. If the machine is
+    out of memory, the kernel ends this process before the gateway.
     """
     with suppress(OSError):  # not Linux
         OOM_SCORE.write_text("1000")
@@ -34,6 +52,25 @@ def limit_process(memory_bytes: int) -> None:
         _limit(resource.RLIMIT_AS, memory_bytes)
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
         _limit(kind, 0)
+    if sys.platform == "linux" and not _limit_calls():
+        print("this machine cannot filter system calls: a sandbox process has its other limits only", file=sys.stderr)
+
+
+def _limit_calls() -> bool:
+    """Let all threads make CALLS only. False if the machine cannot do this."""
+    if platform.machine() not in ARCHITECTURES:
+        return False
+    architecture, seccomp, column = ARCHITECTURES[platform.machine()]
+    numbers = [pair[column] for pair in CALLS.values()]
+    program = [(LOAD, 0, 0, 4), (JUMP_IF_EQUAL, 0, len(numbers) + 1, architecture), (LOAD, 0, 0, 0)]
+    program += [(JUMP_IF_EQUAL, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
+    program += [(RETURN, 0, 0, FAIL_WITH_EPERM), (RETURN, 0, 0, ALLOW)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    header = struct.pack("HP", len(program), ctypes.addressof(code))
+    libc = ctypes.CDLL(None)
+    if libc.prctl(SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        return False
+    return int(libc.syscall(ctypes.c_long(seccomp), 1, 1, header)) == 0  # a filter, for all threads
 
 
 def _limit(kind: int, most: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any, cast
 
 from gateway_svc.request.sandbox.frames import LENGTH
 
+SET_DUMPABLE = 4  # an option of prctl(2)
 SETUP_TIMEOUT_S = 120.0
 MAX_SETUPS = 8  # a process that has more is replaced
 # The environment may contain passwords, so a sandbox process gets only what Python needs.
@@ -95,6 +97,7 @@ class SandboxProcess:
         """Start the process, if it does not run."""
         if self._process is not None:
             return
+        _hide_memory()
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         with theirs:
@@ -133,6 +136,12 @@ class SandboxProcess:
             return -signal.SIGKILL
         process.kill()  # in case it only closed its socket; a process that has ended keeps its status
         return await asyncio.to_thread(process.wait)
+
+
+def _hide_memory() -> None:
+    """Let no process of this user read the memory and environment of this one: they have prompts and passwords."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_DUMPABLE, 0)
 
 
 class _Replies(asyncio.Protocol):

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import errno
 import os
+import platform
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +19,7 @@ from quire.v1 import inference_pb2 as pb
 from gateway_svc.request.models import ServedModel, read_bundle
 from gateway_svc.request.prompts.readers import PromptReaders
 from gateway_svc.request.sandbox import template_process, template_renderer
+from gateway_svc.request.sandbox.child import ARCHITECTURES
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
 from gateway_svc.request.threads import Threads
 from svc_common.errors import InvalidRequestError, OverloadedError
@@ -149,6 +155,52 @@ async def test_the_process_cannot_open_files_and_has_no_passwords(
     assert limit_of(pid, "Max address space") == template_process.MAX_MEMORY_BYTES
     names = {entry.split("=")[0] for entry in environment_of(pid)}
     assert names <= {"PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ"}
+
+
+ATTACKS = """
+import ctypes, os
+from gateway_svc.request.sandbox.child import limit_process
+libc, parent, secret = ctypes.CDLL(None, use_errno=True), os.getppid(), int(os.environ["SECRET"])
+here, there = (ctypes.create_string_buffer(6) for _ in range(2))
+class Part(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+local, remote = Part(ctypes.addressof(here), 6), Part(secret, 6)
+limit_process(1 << 30)
+def call(name, *arguments):
+    if getattr(libc, name)(*arguments) < 0:
+        raise OSError(ctypes.get_errno(), name)
+for attack in (
+    lambda: os.close(os.open(f"/proc/{parent}/environ", os.O_RDONLY)),
+    lambda: os.close(os.open(f"/proc/{parent}/mem", os.O_RDONLY)),
+    lambda: call("process_vm_readv", parent, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0),
+    lambda: call("ptrace", 0x4206, parent, 0, 0),  # PTRACE_SEIZE
+    lambda: os.kill(parent, 0),
+    lambda: os.mkdir(os.environ["FOLDER"]),
+    lambda: os.rmdir(os.environ["FOLDER"]),
+    lambda: os.fork() or os._exit(0),
+):
+    try:
+        attack()
+        print("done")
+    except OSError as error:
+        print(error.errno)
+print(bytes(here))
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ARCHITECTURES, reason="no filter of system calls for this architecture")
+def test_the_process_reaches_no_other(tmp_path: Path) -> None:
+    secret = ctypes.create_string_buffer(b"secret")
+    environment = {"SECRET": str(ctypes.addressof(secret)), "FOLDER": str(tmp_path / "made"), **os.environ}
+    found = subprocess.run(
+        [sys.executable, "-c", ATTACKS], env=environment, check=True, capture_output=True, text=True, timeout=60
+    ).stdout.split("\n")
+    assert found == [*[str(errno.EPERM)] * 8, repr(bytes(6)), ""]
+
+
+async def test_no_process_of_the_user_reads_the_gateway(reader: PromptReaders, templates: TemplateRenderer) -> None:
+    await reader.token_ids(CHAT, model_with(GOOD))
+    assert ctypes.CDLL(None).prctl(3) == 0  # PR_GET_DUMPABLE
 
 
 def limit_of(pid: int, name: str) -> int:
