@@ -62,7 +62,7 @@ class WorkerWeights:
             worker_pb2.WEIGHTS_ACTION_DROP: self._drop,
             worker_pb2.WEIGHTS_ACTION_SLEEP: self._sleep,
             worker_pb2.WEIGHTS_ACTION_WAKE: self._wake,
-            worker_pb2.WEIGHTS_ACTION_CLEAR_TIERS: self._clear,
+            worker_pb2.WEIGHTS_ACTION_FORGET_PREFIXES: self._forget_prefixes,
         }
         action = actions.get(request.action)
         if action is None:
@@ -128,7 +128,9 @@ class WorkerWeights:
         await self._stage(request)
         return await self._activate(request)
 
-    async def _clear(self, request: worker_pb2.ChangeWeightsRequest) -> worker_pb2.ChangeWeightsResponse:
+    async def _forget_prefixes(self, request: worker_pb2.ChangeWeightsRequest) -> worker_pb2.ChangeWeightsResponse:
+        runner, lease = self._executor.runner, self._executor.check_fence(request.fence)
+        await self._executor.between_steps(lease, runner.forget_prefixes)
         await self._clear_tiers()
         return worker_pb2.ChangeWeightsResponse()
 

@@ -47,9 +47,9 @@ class WeightCalls:
         """Get memory back, with these weights."""
         await self._call(worker_pb2.WEIGHTS_ACTION_WAKE, tags=tags, version=version, files=files)
 
-    async def clear_tiers(self) -> None:
-        """Forget the blocks outside the KV pool."""
-        await self._call(worker_pb2.WEIGHTS_ACTION_CLEAR_TIERS, timeout_s=SWITCH_TIMEOUT_S)
+    async def forget_prefixes(self) -> None:
+        """Forget the content of all blocks, which another scheduler could adopt."""
+        await self._call(worker_pb2.WEIGHTS_ACTION_FORGET_PREFIXES, timeout_s=SWITCH_TIMEOUT_S)
 
     async def write(self, path: str, pieces: AsyncIterator[bytes]) -> None:
         """Write a file below the worker's --weights-dir."""

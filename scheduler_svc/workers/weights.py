@@ -470,12 +470,8 @@ class Weights:
     async def _forget_prefixes(self) -> int:
         await self._step_loop.change(lambda core: core.forget_prefixes())
         if self._members:
-            await self._ask_all(self._clear_tiers)
+            await self._ask_all(lambda link: self._calls(link).forget_prefixes())
         return 0
-
-    async def _clear_tiers(self, link: LeasedWorker) -> None:
-        if link.capacity.movement is not None and link.capacity.movement.has_tier:
-            await self._calls(link).clear_tiers()
 
     # -- state --------------------------------------------------------------------------------------------------------
 

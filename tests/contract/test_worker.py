@@ -202,7 +202,7 @@ async def test_a_new_lease_discards_waiting_steps(worker: WorkerUnderTest) -> No
     assert len(await generate(worker, make_row(), 3)) == 3
 
 
-async def test_a_lease_keeps_committed_blocks_and_closes_rows(worker: WorkerUnderTest) -> None:
+async def test_a_lease_keeps_committed_blocks_until_they_are_forgotten_and_closes_rows(worker: WorkerUnderTest) -> None:
     await worker.lease()
     row = make_row(num_tokens=9)
     await worker.step(worker.batch([row], opens=[row]))
@@ -219,6 +219,10 @@ async def test_a_lease_keeps_committed_blocks_and_closes_rows(worker: WorkerUnde
         hashes = [part.hashes[i * 16 : i * 16 + 16] for i in range(len(blocks))]
         found |= dict(zip(blocks, zip(hashes, tokens, strict=True), strict=True))
     assert found == {0: (digests[0], [10, 11, 12, 13]), 1: (digests[1], [14, 15, 16, 17])}
+    forget = worker_pb2.WEIGHTS_ACTION_FORGET_PREFIXES
+    await worker.stub.ChangeWeights(worker_pb2.ChangeWeightsRequest(fence=worker.fence, action=forget))
+    await worker.lease()
+    assert not [part async for part in worker.stub.ListBlocks(worker_pb2.ListBlocksRequest(fence=worker.fence))]
 
 
 async def test_a_committed_block_keeps_its_tag_and_the_epoch_of_its_lease(worker: WorkerUnderTest) -> None:

@@ -112,6 +112,9 @@ class FakeRunner:
             tokens = [self._slots.get(slot, 0) for slot in range(first, first + BLOCK_SIZE)]
             yield np.array([block], np.uint32), [digest], np.array([tokens], np.uint32)
 
+    def forget_prefixes(self) -> None:
+        self._committed.clear()
+
     def reset_rows(self) -> None:
         self._rows.clear()
 
@@ -133,6 +136,7 @@ class GatedRunner:
         self.num_steps = 0
         self.failure: Exception | None = None
         self.committed_blocks = runner.committed_blocks
+        self.forget_prefixes = runner.forget_prefixes
         self.reset_rows = runner.reset_rows
         self.rows_used = runner.rows_used
 

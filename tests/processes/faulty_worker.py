@@ -50,6 +50,7 @@ class FaultyDevice:
         self.adapters = runner.adapters
         self.execute = runner.execute
         self.committed_blocks = runner.committed_blocks
+        self.forget_prefixes = runner.forget_prefixes
         self.movable_blocks = runner.movable_blocks
         self.reset_rows = runner.reset_rows
         self.rows_used = runner.rows_used

@@ -398,7 +398,7 @@ class Cluster:
         target = self.workers[move.worker_id]
         if target.is_pool_asleep:
             return 0
-        tier, is_held = self.tiers.setdefault(move.worker_id, {}), move.move_id not in self._forgotten
+        tier, is_held = self.tiers.setdefault(move.worker_id, {}), move.move_id not in self._forgotten | self._is_stale
         count = fetch(move, target, self.workers, tier, limit, is_held=is_held)
         if move.move_id in self._is_stale:
             target.is_forgotten[move.block_ids[:count]] = True
@@ -600,8 +600,7 @@ class Cluster:
             self.scheduler.moves.change_tiers(name, dict.fromkeys(tier))
             tier.clear()
         for worker in self.workers.values():
-            worker.is_forgotten |= np.array([content is not None for content in worker.content])
-            worker.newly_committed.clear()
+            worker.forget_prefixes()
         self._follow_forgotten()
 
     def sleep(self, rng: Random) -> None:
@@ -628,7 +627,8 @@ class Cluster:
         self.scheduler = self._make_scheduler(self.config)
         self.open, workers, self.workers = {}, self.workers, {}
         self.swaps.clear()
-        self.moves.clear()
+        for of_moves in (self.moves, self._fetched, self._forgotten, self._is_stale):
+            of_moves.clear()  # the next scheduler numbers moves from the start
         self._measured_disks.clear()
         for request in self.requests.values():
             request.num_cached.clear()

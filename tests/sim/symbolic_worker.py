@@ -218,6 +218,13 @@ class SymbolicWorker:
             group.content = [None] * group.num_blocks
             group.committed.clear()
 
+    def forget_prefixes(self) -> None:
+        """No block stays committed. Rows keep theirs."""
+        self.is_forgotten |= np.array([content is not None for content in self.content])
+        self.committed.clear()
+        self.newly_committed.clear()
+        self.is_committed[:] = False
+
     def _uncommit_all(self) -> None:
         self.content = [None] * self.capacity.num_blocks
         self.holder.clear()

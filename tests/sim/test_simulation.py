@@ -121,7 +121,8 @@ def test_operators(first: int) -> None:
     """Several holds of the barrier at once, with fetches, loans, drains, losses, drafts and swaps in between."""
     met = Counter[str]()
     for seed in range(first, first + 20):
-        for systems in ({}, {"has_moves": True}, {"has_moves": True, "has_groups": seed % 2 == 1}):
+        slow, grouped = {"has_slow_links": seed % 2 == 0}, {"has_groups": seed % 2 == 1}
+        for systems in ({}, {"has_moves": True, **slow}, {"has_moves": True, **grouped}):
             simulation = run_seed(seed, has_operators=True, **systems)
             assert simulation.operators is not None
             met += simulation.operators.met

@@ -119,6 +119,10 @@ class StepRunner(ABC):
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
         """Block ids [N], their digests and their tokens [N, block_size] of all committed blocks, in pieces."""
 
+    @abstractmethod
+    def forget_prefixes(self) -> None:
+        """No block of the pool stays committed. Called between two steps."""
+
     def movable_blocks(self) -> Movable | None:
         """The blocks of the pool as bytes; None if they cannot leave it."""
         return None

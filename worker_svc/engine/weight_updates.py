@@ -68,9 +68,12 @@ class UpdatableWeights:
         self._model.fuse(self._pool)
         for part in self._parts:
             part.use(weights)
-        self._pool.uncommit(np.arange(self._pool.num_blocks))
+        self.forget_prefixes()
         self.info, self._is_asleep = staged.info, False
         self._backend.end_load()
+
+    def forget_prefixes(self) -> None:
+        self._pool.uncommit(np.arange(self._pool.num_blocks))
 
     def sleep(self, tags: Sequence[str]) -> None:
         """Free the memory of the weights, until the next `activate`, or that of the KV pool, whose rows are closed."""
@@ -80,7 +83,7 @@ class UpdatableWeights:
             for part in self._parts:
                 part.use(None)
         if "kv_cache" in tags:
-            self._pool.uncommit(np.arange(self._pool.num_blocks))
+            self.forget_prefixes()
             for tensor in self._pool.tensors:
                 if tensor.is_cpu:
                     release(tensor)

@@ -147,15 +147,18 @@ class SimRunner(StepRunner):
     def activate(self, staged: StagedWeights) -> None:
         """Rows that open from now on have contexts that begin with the digest of the weights."""
         self.info, self._start = staged.info, staged.weights
-        self._pool.uncommit(np.arange(self.info.num_blocks))
+        self.forget_prefixes()
 
     def sleep(self, tags: Sequence[str]) -> None:
         """There is no memory to free."""
         if "kv_cache" in tags:
-            self._pool.uncommit(np.arange(self.info.num_blocks))
+            self.forget_prefixes()
 
     def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
         return self._pool.committed_blocks()
+
+    def forget_prefixes(self) -> None:
+        self._pool.uncommit(np.arange(self.info.num_blocks))
 
     def movable_blocks(self) -> MovableBlocks:
         return MovableBlocks(self._pool, self._pool.block_parts())

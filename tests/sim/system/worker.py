@@ -115,6 +115,9 @@ class SymbolicRunner:
             ids = np.array([block.block_id for block in blocks], dtype=np.uint32)
             yield ids, [block.digest for block in blocks], np.stack([block.token_ids for block in blocks])
 
+    def forget_prefixes(self) -> None:
+        self.symbolic.forget_prefixes()
+
     def reset_rows(self) -> None:
         """A new lease, whose steps count from 1."""
         worker = self.symbolic

@@ -170,6 +170,10 @@ class DeviceRunner(StepRunner):
         self._settle_all()
         return self._contents.committed_blocks()
 
+    def forget_prefixes(self) -> None:
+        self._settle_all()
+        self._contents.uncommit(np.arange(self._contents.num_blocks))
+
     def movable_blocks(self) -> DeviceBlocks | None:
         if self._group.size > 1:  # each has its heads of a block
             return None
