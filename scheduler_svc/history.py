@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from operator import sub
-from typing import Protocol
 
 import numpy as np
 from quire.internal.v1 import scheduler_pb2
@@ -26,7 +25,7 @@ JOIN_S = 10.0  # equal events within this time are one with a count
 
 
 @dataclass(slots=True)
-class Event:
+class FleetEvent:
     """A change of a worker or a gateway, or requests with the same fate. `at` is the time of the first one."""
 
     at: float
@@ -39,7 +38,7 @@ class Events:
     """Owns the newest events. Times are those of the event loop's clock."""
 
     def __init__(self) -> None:
-        self.newest: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self.newest: deque[FleetEvent] = deque(maxlen=MAX_EVENTS)
 
     def add(self, now: float, text: str, *, is_bad: bool = False, count: int = 0) -> None:
         """Add an event. With a `count`, it is added to that of the same event of the last JOIN_S."""
@@ -50,7 +49,7 @@ class Events:
             if event.text == text:
                 event.count += count
                 return
-        self.newest.append(Event(now, text, is_bad, count))
+        self.newest.append(FleetEvent(now, text, is_bad, count))
 
 
 class Samples:
@@ -99,22 +98,16 @@ class RequestTimeline:
     stages: list[Stage]
 
 
-class Requests(Protocol):
-    """The attributes of RequestTraces that are read."""
-
-    ended: deque[RequestTimeline]
-
-
 def history_to_proto(
-    events: Events, requests: Requests, to_unix: Callable[[float], float]
+    events: Events, ended: Iterable[RequestTimeline], to_unix: Callable[[float], float]
 ) -> scheduler_pb2.GetHistoryResponse:
     """The answer of GetHistory without a request. `to_unix` converts a time of the event loop."""
     found = [
         scheduler_pb2.SchedulerEvent(at=to_unix(event.at), text=event.text, is_bad=event.is_bad, count=event.count)
         for event in events.newest
     ]
-    ended = [_record_to_proto(record, to_unix) for record in requests.ended]
-    return scheduler_pb2.GetHistoryResponse(events=found, ended=ended)
+    records = [_record_to_proto(record, to_unix) for record in ended]
+    return scheduler_pb2.GetHistoryResponse(events=found, ended=records)
 
 
 def add_totals(

@@ -178,7 +178,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.GetHistoryResponse:
         step_loop = self._parts.step_loop
         if not request.request_id:
-            history = history_to_proto(step_loop.events, step_loop.traces, self._to_unix)
+            history = history_to_proto(step_loop.events, step_loop.traces.ended, self._to_unix)
             add_totals(history, step_loop.times.refusals, step_loop.core.stats().costs.tenants)
             history.samples = step_loop.samples.to_bytes(time.monotonic())
             history.adapters.extend(self._parts.pool.describe_adapters())

@@ -46,7 +46,7 @@ def test_equal_counts_within_a_short_time_are_one_event() -> None:
     assert texts(events) == [("refused", 5), ("worker a joined", 0), ("worker a joined", 0)]
     events.add(JOIN_S + 0.1, "refused", count=1)
     assert texts(events)[-1] == ("refused", 1), "the first one is too old"
-    message = history_to_proto(events, RequestTraces(), lambda at: at + 1000.0)
+    message = history_to_proto(events, RequestTraces().ended, lambda at: at + 1000.0)
     first = message.events[0]
     assert (first.at, first.count) == (1000.0, 5)
 
