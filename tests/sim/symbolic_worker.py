@@ -379,6 +379,7 @@ class SymbolicWorker:
         self.num_dead[row] = num_dead
         self.refs[held] += 1
         self._claims[blocks[num_dead:num_shared]] += 1
+        self.is_forgotten[blocks[num_shared:]] = False  # rows of the same step may start from what this one writes
         fresh += [(row, block) for block in blocks[num_shared:].tolist()]
 
     def _start_state(self, opened: RowAssignment, root: int) -> None:

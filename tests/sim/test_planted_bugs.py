@@ -411,7 +411,7 @@ def beam_keeps_its_blocks_of_a_group(patch: Patch) -> None:
     patch.setattr(WindowGroup, "take_over", lambda self, rows, parents: None)
 
 
-@bug("blocks were requested, but .* are free|no progress|bug in the scheduler", has_groups=True, first_seed=5)
+@bug("blocks were requested, but .* are free|no progress|bug in the scheduler", has_groups=True, first_seed=90)
 def search_admitted_without_rows_of_its_group(patch: Patch) -> None:
     patch.setattr(WindowGroup, "could_run", lambda self, group: True)
 
@@ -1221,7 +1221,7 @@ def block_of_a_group_freed_during_a_read(patch: Patch) -> None:
     wrap(patch, WindowGroup, "lend", lend)
 
 
-@bug("was given away while it is read|sample from a state", has_moves=True, first_seed=138)
+@bug("was given away while it is read|sample from a state", has_moves=True, first_seed=233)
 def lent_snapshot_evicted(patch: Patch) -> None:
     def take(original: Any, self: Snapshots, *args: Any) -> int | None:
         lent, self._lent = self._lent, type(self._lent)()
@@ -1266,16 +1266,6 @@ def block_of_a_group_free_during_a_fetch(patch: Patch) -> None:
     wrap(patch, WindowGroup, "receive", receive)
 
 
-@bug("starts after .* tokens from the snapshot", has_moves=True, has_operators=True, first_seed=23)
-def slot_given_to_a_move_before_its_row_opens(patch: Patch) -> None:
-    def hit(original: Any, self: Snapshots, digest: bytes) -> int:
-        slot: int = original(self, digest)
-        self._opening.clear()
-        return slot
-
-    wrap(patch, Snapshots, "_hit", hit)
-
-
 # -- conversations -----------------------------------------------------------------------------------------------------
 
 
@@ -1291,7 +1281,8 @@ def superseded_turn_evicted_from_its_head(patch: Patch) -> None:
 @bug(
     "which another open row has|which is in use|wrong content|evicts a block before the blocks",
     has_operators=True,
-    first_seed=227,
+    has_turns=True,
+    first_seed=10,
 )
 def superseded_turn_freed_while_it_is_read(patch: Patch) -> None:
     def keep(original: Any, pool: BlockManager, blocks: Any, conversation: int, *, supersedes: bool) -> None:

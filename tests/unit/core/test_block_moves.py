@@ -296,6 +296,21 @@ def test_a_snapshot_that_is_forgotten_while_another_worker_reads_it_keeps_its_sl
         part.take_back([] if is_free else ids)
 
 
+def test_a_move_takes_no_snapshot_that_a_row_of_the_planned_step_starts_from() -> None:
+    """What arrives may be written before that step runs."""
+    other, donor, scheduler = list(range(100, 160)), *(make_scheduler(recurrent("w0", num_snapshots=1)) for _ in "ab")
+    donor.add_group(make_group(other, "other", max_tokens=1), 0.0)
+    run_to_end(donor)
+    warm(scheduler)
+    held = digests_of(donor, "w0")
+    scheduler.moves.change_tiers("w0", dict.fromkeys((*held, *map(snapshot_digest, held)), TierKind.DISK))
+    for prompt, name in ((PROMPT, "again"), (other, "other")):
+        scheduler.add_group(make_group([*prompt, 7], name, max_tokens=1), 1.0)
+    (batch,) = scheduler.schedule(1.0)
+    assert batch.opens[0].snapshot == 0
+    assert scheduler.moves.take_moves() == []
+
+
 def test_a_row_of_a_draining_worker_sends_its_snapshot_ahead() -> None:
     scheduler = make_scheduler(recurrent("w0"), recurrent("w1"))
     scheduler._throughput.prefill.add(1000, 0.5)
