@@ -297,7 +297,7 @@ def test_a_snapshot_that_is_forgotten_while_another_worker_reads_it_keeps_its_sl
 
 
 def test_a_move_takes_no_snapshot_that_a_row_of_the_planned_step_starts_from() -> None:
-    """What arrives may be written before that step runs."""
+    """A move may write before that step runs."""
     other, donor, scheduler = list(range(100, 160)), *(make_scheduler(recurrent("w0", num_snapshots=1)) for _ in "ab")
     donor.add_group(make_group(other, "other", max_tokens=1), 0.0)
     run_to_end(donor)
