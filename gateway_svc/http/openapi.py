@@ -11,11 +11,20 @@ from request_fields.fields import BY_PATH, BodyForm, Field, Kind
 
 Schema = dict[str, Any]
 
+
+def _object(optional: Mapping[str, Schema] | None = None, **required: Schema) -> Schema:
+    return {"type": "object", "required": list(required), "properties": {**required, **(optional or {})}}
+
+
+def _list(items: Schema, **limits: Any) -> Schema:
+    return {"type": "array", "items": items, **limits}
+
+
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 FLAG: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
-TOKEN_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}}
+TOKEN_IDS = _list({"type": "integer", "minimum": 0, "maximum": 2**32 - 1})
 ERROR_STATUSES = {
     "400": "An invalid value, or a field that is not supported.",
     "401": "No API key or token, or one that is not accepted.",
@@ -35,48 +44,31 @@ KINDS: Mapping[Kind, Schema] = {
     Kind.UINT64: {"type": "integer", "minimum": 0},
     Kind.BOOL: FLAG,
     Kind.STRING: TEXT,
-    Kind.STRINGS: {"type": "array", "items": TEXT},
+    Kind.STRINGS: _list(TEXT),
     Kind.TOKEN_IDS: TOKEN_IDS,
     Kind.BIASES: {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,10}$"}},
 }
-PART: Schema = {
-    "type": "object",
-    "required": ["type"],
-    "properties": {"type": TEXT, "text": TEXT},
-}
-MESSAGE: Schema = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [TEXT, {"type": "array", "items": PART}, {"type": "null"}]},
-        "tool_calls": {"type": "array", "items": OBJECT},
-        "tool_call_id": TEXT,
-        "name": TEXT,
-        "reasoning": TEXT,
-        "reasoning_content": TEXT,
+PART = _object({"text": TEXT}, type=TEXT)
+MESSAGE = _object(
+    {
+        "content": {"anyOf": [TEXT, _list(PART), {"type": "null"}]},
+        "tool_calls": _list(OBJECT),
+        **dict.fromkeys(("tool_call_id", "name", "reasoning", "reasoning_content"), TEXT),
     },
-}
+    role={"enum": ["system", "developer", "user", "assistant", "tool"]},
+)
+SOME_TEXT: Schema = {**TEXT, "minLength": 1}
+SOME_IDS: Schema = {**TOKEN_IDS, "minItems": 1}
 # Body fields without a request field. A field in neither table may have any type.
 OWN: Mapping[str, Schema] = {
     "model": TEXT,
-    "messages": {"type": "array", "minItems": 1, "items": MESSAGE},
-    "prompt": {
-        "anyOf": [
-            {**TEXT, "minLength": 1},
-            {"type": "array", "minItems": 1, "items": {**TEXT, "minLength": 1}},
-            {**TOKEN_IDS, "minItems": 1},
-            {"type": "array", "minItems": 1, "items": {**TOKEN_IDS, "minItems": 1}},
-        ]
-    },
+    "messages": _list(MESSAGE, minItems=1),
+    "prompt": {"anyOf": [some for one in (SOME_TEXT, SOME_IDS) for some in (one, _list(one, minItems=1))]},
     "tokens": TOKEN_IDS,
-    "token_ids": {**TOKEN_IDS, "minItems": 1},
+    "token_ids": SOME_IDS,
     "sampling_params": OBJECT,
     "stream": FLAG,
-    "stream_options": {
-        "type": "object",
-        "properties": {"include_usage": FLAG, "continuous_usage_stats": FLAG},
-    },
+    "stream_options": {**OBJECT, "properties": {"include_usage": FLAG, "continuous_usage_stats": FLAG}},
     "timeout": {"type": "number", "exclusiveMinimum": 0, "maximum": 86400},
     "echo": FLAG,
     "return_token_ids": FLAG,
@@ -87,8 +79,8 @@ OWN: Mapping[str, Schema] = {
     "chat_template_kwargs": OBJECT,
     "chat_template": TEXT,
     "reasoning_effort": {"enum": ["none", "minimal", "low", "medium", "high", "xhigh"]},
-    "input": {"anyOf": [{**TEXT, "minLength": 1}, {"type": "array", "minItems": 1, "items": OBJECT}]},
-    "system": {"anyOf": [TEXT, {"type": "array", "items": PART}]},
+    "input": {"anyOf": [SOME_TEXT, _list(OBJECT, minItems=1)]},
+    "system": {"anyOf": [TEXT, _list(PART)]},
     "thinking": OBJECT,
     "output_config": OBJECT,
     "output_format": OBJECT,
@@ -97,25 +89,21 @@ OWN: Mapping[str, Schema] = {
     "store": FLAG,
     "background": FLAG,
     "metadata": {"type": "object", "maxProperties": 16, "additionalProperties": {**TEXT, "maxLength": 512}},
-    "tools": {"type": "array", "items": OBJECT},
+    "tools": _list(OBJECT),
     "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]},
     "parallel_tool_calls": FLAG,
 }
 # Bodies that are forms.
-AUDIO_FORM: Schema = {
-    "type": "object",
-    "required": ["file"],
-    "properties": {
-        "file": {**TEXT, "format": "binary"},
-        "model": TEXT,
-        "language": TEXT,
-        "prompt": TEXT,
+AUDIO_FORM = _object(
+    {
+        **dict.fromkeys(("model", "language", "prompt"), TEXT),
         "response_format": {"enum": [*PLAIN, *SEGMENTED]},
-        "timestamp_granularities[]": {"type": "array", "items": {"enum": ["segment"]}},
+        "timestamp_granularities[]": _list({"enum": ["segment"]}),
         "stream": FLAG,
         "temperature": {"type": "number", "minimum": 0, "maximum": 2},
     },
-}
+    file={**TEXT, "format": "binary"},
+)
 FORMS: Mapping[str, Schema] = {"/v1/audio/transcriptions": AUDIO_FORM, "/v1/audio/translations": AUDIO_FORM}
 REQUIRED: Mapping[str, Sequence[str]] = {
     "/v1/chat/completions": ["messages"],
@@ -128,51 +116,36 @@ REQUIRED: Mapping[str, Sequence[str]] = {
     "/inference/v1/generate": ["token_ids"],
 }
 
-USAGE: Schema = {
-    "type": "object",
-    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
-    "properties": {
-        "prompt_tokens": COUNT,
-        "completion_tokens": COUNT,
-        "total_tokens": COUNT,
-        "prompt_tokens_details": {"type": "object", "properties": {"cached_tokens": COUNT}},
-        "completion_tokens_details": {"type": "object", "properties": {"reasoning_tokens": COUNT}},
+USAGE = _object(
+    {
+        "prompt_tokens_details": {**OBJECT, "properties": {"cached_tokens": COUNT}},
+        "completion_tokens_details": {**OBJECT, "properties": {"reasoning_tokens": COUNT}},
     },
-}
-MODEL: Schema = {
-    "type": "object",
-    "required": ["id", "object", "created", "owned_by", "max_model_len"],
-    "properties": {
-        "id": TEXT,
-        "object": {"const": "model"},
-        "created": COUNT,
-        "owned_by": TEXT,
-        "max_model_len": COUNT,
-        "context_length": COUNT,
-        "context_window": COUNT,
-    },
-}
+    prompt_tokens=COUNT,
+    completion_tokens=COUNT,
+    total_tokens=COUNT,
+)
+MODEL = _object(
+    {"context_length": COUNT, "context_window": COUNT},
+    id=TEXT,
+    object={"const": "model"},
+    created=COUNT,
+    owned_by=TEXT,
+    max_model_len=COUNT,
+)
 
 
 def _completion(kind: str, choice: Schema) -> Schema:
-    own = {"index": COUNT, "finish_reason": {"enum": ["stop", "length", "abort", "tool_calls"]}, **choice}
-    return {
-        "type": "object",
-        "required": ["id", "object", "created", "model", "choices", "usage"],
-        "properties": {
-            "id": TEXT,
-            "object": {"const": kind},
-            "created": COUNT,
-            "model": TEXT,
-            "system_fingerprint": TEXT,
-            "choices": {"type": "array", "items": {"type": "object", "required": list(own), "properties": own}},
-            "usage": USAGE,
-        },
-    }
-
-
-def _object(**properties: Schema) -> Schema:
-    return {"type": "object", "required": list(properties), "properties": properties}
+    reasons = {"enum": ["stop", "length", "abort", "tool_calls"]}
+    return _object(
+        {"system_fingerprint": TEXT},
+        id=TEXT,
+        object={"const": kind},
+        created=COUNT,
+        model=TEXT,
+        choices=_list(_object(index=COUNT, finish_reason=reasons, **choice)),
+        usage=USAGE,
+    )
 
 
 OPTIONAL_TEXT: Schema = {"type": ["string", "null"]}
@@ -183,14 +156,14 @@ ANSWERS: Mapping[str, Schema] = {
     ),
     "/v1/completions": _completion("text_completion", {"text": TEXT}),
     "/inference/v1/generate": _completion("rollout", {"token_ids": TOKEN_IDS}),
-    "/v1/models": _object(object={"const": "list"}, data={"type": "array", "items": MODEL}),
+    "/v1/models": _object(object={"const": "list"}, data=_list(MODEL)),
     "/v1/models/{model}": MODEL,
     "/v1/messages": _object(
         id=TEXT,
         type={"const": "message"},
         role={"const": "assistant"},
         model=TEXT,
-        content={"type": "array", "items": OBJECT},
+        content=_list(OBJECT),
         stop_reason=OPTIONAL_TEXT,
         usage=_object(input_tokens=COUNT, output_tokens=COUNT),
     ),
