@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from heapq import nlargest
 from operator import sub
 
@@ -127,14 +127,8 @@ def request_to_proto(
         return scheduler_pb2.GetHistoryResponse()
     message = _record_to_proto(record, to_unix)
     for stage in record.stages:
-        message.stages.add(
-            name=stage.name,
-            sample_index=stage.sample_index,
-            start=to_unix(stage.start),
-            end=to_unix(stage.end),
-            worker_id=stage.worker_id,
-            reason=stage.reason,
-        )
+        times = {"start": to_unix(stage.start), "end": to_unix(stage.end)}
+        message.stages.add(**asdict(stage) | times)
     return scheduler_pb2.GetHistoryResponse(request=message)
 
 
