@@ -165,8 +165,8 @@ class Target:
             self._start_gateway(trust, ("--api-keys", str(keys), "--admin-keys", str(admin_keys)))
 
     def _start_gateway(self, trust: tuple[str, ...], keys: tuple[str, ...]) -> None:
-        http, operations = (f"127.0.0.1:{free_port()}" for _ in range(2))
-        own = ("--http-listen", http, "--admin-listen", operations, "--max-streams", "512")
+        http, operations, console = (f"127.0.0.1:{free_port()}" for _ in range(3))
+        own = ("--http-listen", http, "--admin-listen", operations, "--console-listen", console, "--max-streams", "512")
 
         def start(*flags: str) -> Service:
             return self.stack.start_gateway(*self.schedulers, flags=(*trust, *keys, *own, *flags))
@@ -190,6 +190,9 @@ class Target:
         self.ports.append(
             Port(f"{service.name}/http", service, http, (), {"": API_KEY, "operator": OPERATOR_KEY}, "/v1/models")
         )
+
+        credentials = {"": OPERATOR_KEY}
+        self.ports.append(Port(f"{service.name}/console", service, console, (), credentials, "/console/api/state"))
 
     def _probed(self, start: object, *flags: object) -> Service:
         """Start a service with ports for metrics and probes."""
