@@ -28,9 +28,10 @@ Room
     reserves its eligible workers: they accept no other sequence in this pass.
 
     A sequence whose worker plans a step now is offered to it at once (`Offer`). A worker that refuses one has no room
-    for others that need as much, until some of its rows or blocks become free (`Refusal`). The pass ends when no ready
-    worker accepts more, or when `max_bypass` sequences have found no room. So a pass costs what it admits, and not what
-    it refuses: thousands of waiting sequences cost no more than a few.
+    for others that need as much, until some of its rows or blocks become free (`Refusal`), and what no worker has room
+    for is passed over without a price. The pass ends when no ready worker accepts more, or when `max_bypass` sequences
+    have found no room. So a pass costs what it admits, and not what it refuses: thousands of waiting sequences cost no
+    more than a few.
 
 Moves
     Where workers can move blocks, a prefix in a worker's tier or in the pool of another worker counts as cached at its
@@ -187,6 +188,8 @@ class Placement:
         self._refused_tokens = np.full(len(workers), NEVER)
         self._refused_priority = np.zeros(len(workers), dtype=np.int64)
         self._may_preempt = np.ones(len(workers), dtype=np.bool_)
+        self._refused_from = NEVER  # tokens from which no worker has room for a sequence, as known in this pass
+        self._are_equal = len({limit.pool_tokens for limit in limits}) < 2
         self._max_rows = np.array([c.max_num_seqs for c in sizes], dtype=np.int64)
         self._times = np.full((2, len(workers)), np.nan)  # seconds of a decode step and of a prompt token; NaN: unknown
         self._measured_at = np.zeros(len(workers), dtype=np.int64)  # in admissions
@@ -282,6 +285,8 @@ class Placement:
     def _note_offer(self, worker: WorkerState, *, accepts_more: bool) -> None:
         i = self._position[worker.capacity.worker_id]
         self._read_refusal(i, worker)
+        if self._are_equal and not self._is_mixed:
+            self._refused_from = int(np.where(self._has_room, self._refused_tokens, 0).max())
         if not accepts_more:
             self._ready.discard(i)
             self._accepts.discard(i)
@@ -328,6 +333,7 @@ class Placement:
             self._times[:, self._num_admitted - self._measured_at > MAX_MEASURE_AGE] = np.nan
             self._step_slowness, self._slowness = slowness(*self._times)
         self._reserved, self._takes_no_long = None, self._with_long
+        self._refused_from = NEVER
         self._load, self._free_rows = self._expected_prefill.copy(), self._rows.copy()
         self._has_room = self._had_room.copy()
         self._accepts = {i for i in self._ready if self._can_take[i]}
@@ -361,6 +367,10 @@ class Placement:
         """Choose the worker for a sequence, now or later. At least one worker is eligible, because the sequence is
         schedulable.
         """
+        is_refused = self._refused_from != NEVER and entry.num_needed_tokens >= self._refused_from
+        is_known = entry.cached_as_of[0] == self._version
+        if is_refused and is_known and not entry.seq.group.features.selects_workers:
+            return WorkerChoice(self._workers[0], False, False, False)
         self._update_cached(entry, now)
         if (
             len(self._workers) == 1
