@@ -36,52 +36,39 @@ Sample = tuple[int, int, int]  # owner, handle, sample index
 STEP_BYTES = tuple(64 * 4**power for power in range(10))  # bucket bounds from 64 bytes to 16 MiB
 
 
-# One value per model.
-GAUGES: tuple[tuple[Spec, Callable[[SchedulerStats], float]], ...] = (
-    (
-        Spec("num_requests_waiting", "gauge", "sequences in the queue", "", MODEL, ("num_requests_waiting",)),
-        lambda stats: stats.num_waiting,
+# One value per model, by field of SchedulerStats.
+GAUGES = {
+    "num_waiting": Spec(
+        "num_requests_waiting", "gauge", "sequences in the queue", "", MODEL, ("num_requests_waiting",)
     ),
-    (
-        Spec(
-            "num_requests_unschedulable",
-            "gauge",
-            "sequences in the queue that no present worker can run; they fail after --worker-patience-s",
-            "",
-            MODEL,
-        ),
-        lambda stats: stats.num_unschedulable,
+    "num_unschedulable": Spec(
+        "num_requests_unschedulable",
+        "gauge",
+        "sequences in the queue that no present worker can run; they fail after --worker-patience-s",
+        labels=MODEL,
     ),
-    (
-        Spec("num_requests_running", "gauge", "sequences that hold a row", "", MODEL, ("num_requests_running",)),
-        lambda stats: stats.num_running,
+    "num_running": Spec(
+        "num_requests_running", "gauge", "sequences that hold a row", "", MODEL, ("num_requests_running",)
     ),
-    (
-        Spec("pending_tokens", "gauge", "prompt tokens to compute, in the queue and on all workers", "tokens", MODEL),
-        lambda stats: stats.pending_tokens,
+    "pending_tokens": Spec(
+        "pending_tokens", "gauge", "prompt tokens to compute, in the queue and on all workers", "tokens", MODEL
     ),
-    (
-        Spec(
-            "waiting_tokens",
-            "gauge",
-            "tokens of the queue, to compute and expected to be generated; --max-waiting-tokens limits them",
-            "tokens",
-            MODEL,
-        ),
-        lambda stats: stats.waiting_tokens,
+    "waiting_tokens": Spec(
+        "waiting_tokens",
+        "gauge",
+        "tokens of the queue, to compute and expected to be generated; --max-waiting-tokens limits them",
+        "tokens",
+        MODEL,
     ),
-    (
-        Spec(
-            "kv_cache_usage_perc",
-            "gauge",
-            "fraction of all workers' blocks that are used by sequences, 0 to 1",
-            "",
-            MODEL,
-            ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
-        ),
-        lambda stats: stats.kv_cache_usage,
+    "kv_cache_usage": Spec(
+        "kv_cache_usage_perc",
+        "gauge",
+        "fraction of all workers' blocks that are used by sequences, 0 to 1",
+        "",
+        MODEL,
+        ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
     ),
-)
+}
 
 VLLM_COUNTS = {"prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"}  # equal names in vLLM
 COUNTS = {
@@ -97,8 +84,13 @@ COUNTS = {
     if count.metadata
 }
 
+
+def _time(name: str, meaning: str, *vllm: str) -> Spec:
+    return Spec(name, "histogram", meaning, "seconds", MODEL, vllm)
+
+
 SPECS = (
-    *(spec for spec, _ in GAUGES),
+    *GAUGES.values(),
     *COUNTS.values(),
     Spec("max_requests_waiting", "gauge", "limit of sequences in the queue (--max-waiting)", "", MODEL),
     Spec("requests_refused_total", "counter", "refused requests, by status code", "", ("model_name", "code")),
@@ -152,7 +144,7 @@ SPECS = (
         TENANT,
     ),
     Spec("tenant_block_seconds_total", "counter", "KV blocks x seconds of ended samples, by tenant", "", TENANT),
-    Spec("step_round_trip_seconds", "histogram", "time from sending a step to its answer", "seconds", MODEL),
+    _time("step_round_trip_seconds", "time from sending a step to its answer"),
     Spec("scheduler_step_bytes", "histogram", "size of one step and its answer on the wire", "bytes", MODEL),
     Spec("scheduler_step_rows_total", "counter", "rows computed by answered steps", "", MODEL),
     Spec("scheduler_turn_seconds", "histogram", "time of one turn of the step loop", "seconds"),
@@ -165,37 +157,14 @@ SPECS = (
     Spec("scheduler_idle_seconds_total", "counter", "time between turns of the step loop", "seconds"),
     Spec("scheduler_output_tokens_total", "counter", "output tokens that workers returned", "tokens", MODEL),
     Spec("scheduler_sequences_ended_total", "counter", "sequences that ended, for any reason", "", MODEL),
-    Spec(
-        "scheduler_first_token_seconds",
-        "histogram",
-        "time from a request's arrival at the scheduler to its first token",
-        "seconds",
-        MODEL,
-    ),
-    Spec(
+    _time("scheduler_first_token_seconds", "time from a request's arrival at the scheduler to its first token"),
+    _time(
         "request_queue_time_seconds",
-        "histogram",
         "time from arrival to admission; only sequences that got a first token",
-        "seconds",
-        MODEL,
-        ("request_queue_time_seconds",),
+        "request_queue_time_seconds",
     ),
-    Spec(
-        "request_prefill_time_seconds",
-        "histogram",
-        "time from admission to the first token",
-        "seconds",
-        MODEL,
-        ("request_prefill_time_seconds",),
-    ),
-    Spec(
-        "request_decode_time_seconds",
-        "histogram",
-        "time from the first token to the last token",
-        "seconds",
-        MODEL,
-        ("request_decode_time_seconds",),
-    ),
+    _time("request_prefill_time_seconds", "time from admission to the first token", "request_prefill_time_seconds"),
+    _time("request_decode_time_seconds", "time from the first token to the last token", "request_decode_time_seconds"),
     Spec("redis_up", "gauge", "1 if Redis answered the last call, else 0; absent without --redis"),
     Spec("redis_errors_total", "counter", "failed calls to Redis; absent without --redis"),
     Spec("redis_pending_entries", "gauge", "index entries not yet written to Redis; absent without --redis"),
@@ -381,8 +350,8 @@ def _cost_rows(model: str, costs: Costs) -> Iterator[Row]:
 
 def _core_rows(model: str, stats: SchedulerStats) -> Iterator[Row]:
     yield from _cost_rows(model, stats.costs)
-    for gauge, read in GAUGES:
-        yield gauge.name, (model,), read(stats)
+    for field, gauge in GAUGES.items():
+        yield gauge.name, (model,), getattr(stats, field)
     for field, count in COUNTS.items():
         yield count.name, (model,), getattr(stats.counts, field)
     for reason in MigrationReason:
