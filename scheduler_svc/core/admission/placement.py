@@ -381,13 +381,9 @@ class Placement:
             return self._place_alone(entry)
         seq = entry.seq
         needs_preparation = seq.group.features.needs_preparation
-        eligible = self._eligible(seq.group, seq.failed_on)
-        if self._takes_no_long:
-            eligible = self._without_long(entry, eligible)
-            if not np.count_nonzero(eligible):
-                return WorkerChoice(self._workers[0], False, False, is_held=True)
-        if self.roles is not None:
-            eligible = self.roles.eligible(self._workers, seq, eligible)
+        eligible = self._candidates(entry)
+        if eligible is None:
+            return WorkerChoice(self._workers[0], False, False, is_held=True)
         room = self._room(entry)
         if eligible is not self._is_open or self._is_mixed:
             room = eligible & room
@@ -432,6 +428,16 @@ class Placement:
             if has_room and self.moves.wait_for(self._workers[best], entry, now):
                 return WorkerChoice(self._workers[best], False, False, is_held=True, is_prepared=False)
         return WorkerChoice(self._workers[best], has_room, is_now, is_held, is_elsewhere=is_elsewhere, wait=wait)
+
+    def _candidates(self, entry: QueueEntry) -> Bools | None:
+        """The workers on which a sequence may run; None if each of them has a long prompt, as the sequence is."""
+        seq = entry.seq
+        eligible = self._eligible(seq.group, seq.failed_on)
+        if self._takes_no_long:
+            eligible = self._without_long(entry, eligible)
+            if not np.count_nonzero(eligible):
+                return None
+        return eligible if self.roles is None else self.roles.eligible(self._workers, seq, eligible)
 
     def _place_alone(self, entry: QueueEntry) -> WorkerChoice:
         """`place` for the only worker, which needs no scores. They would cost three times as much as the rest."""
