@@ -331,7 +331,7 @@ def list_of_empty_blocks_does_not_wrap(patch: Patch) -> None:
     patch.setattr(FreeList, "put", put)
 
 
-@bug("two changes in a row")
+@bug("two changes in a row|leaks")
 def adopted_blocks_stay_empty(patch: Patch) -> None:
     patch.setattr(FreeList, "remove", lambda self, numbers: None)
 
@@ -1183,7 +1183,7 @@ def snapshot_kept_that_did_not_arrive(patch: Patch) -> None:
     wrap(patch, Snapshots, "receive", lambda original, self, extras, num_arrived: original(self, extras, len(extras)))
 
 
-@bug("was given away while it is read", has_moves=True, has_groups=True, first_seed=23)
+@bug("was given away while it is read|leaks . blocks of a group", has_moves=True, has_groups=True, first_seed=23)
 def block_of_another_group_moved(patch: Patch) -> None:
     def lend(original: Any, self: WindowGroup, digests: Any) -> list[int]:
         return [block - self._first_id for block in original(self, digests)]
