@@ -121,7 +121,7 @@ def _read(
         yield from format.reasoning.read(reader, format.tools, is_begun=is_reasoning_begun)
     reader.is_past_reasoning = True
     if format.tools is not None:
-        yield from format.tools.read(reader, tools)
+        yield from format.tools.layout.read(reader, tools)
     yield from reader.write_until(ItemKind.CONTENT, ())
     yield
 

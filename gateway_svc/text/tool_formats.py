@@ -8,13 +8,12 @@ object, is returned when it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from gateway_svc.text.answer import AnswerReader, Steps
 from gateway_svc.text.calls.gemma import GemmaCalls
-from gateway_svc.text.calls.json_calls import JsonCalls, MarkedCalls, Schemas, read_mistral
+from gateway_svc.text.calls.json_calls import MISTRAL, JsonCalls, MarkedCalls, Schemas
 from gateway_svc.text.calls.python import PythonCalls
 from gateway_svc.text.calls.xml import XmlCalls
 from gateway_svc.text.harmony import MARKERS as HARMONY_MARKERS
@@ -29,11 +28,18 @@ class CallIds(Enum):
     NUMBERED = "functions.NAME:NUMBER, numbered through the chat"
 
 
+class HarmonyCalls:
+    """Messages of a channel (harmony.py)."""
+
+    def read(self, reader: AnswerReader, tools: Schemas) -> Steps:
+        return read_harmony(reader, has_reasoning=False, has_calls=True)
+
+
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One format. `read` reads the whole answer after its reasoning. `markers` may be special tokens. A template that
-    has all the words of one of `words` makes the model use this format. `layout`: how calls are written, for formats
-    that share their reader and their grammar. `aliases`: other names, which vLLM uses.
+    """One format. `markers` may be special tokens. A template that has all the words of one of `words` makes the model
+    use this format. `layout`: how calls are written; its type decides their grammar, and its `read` reads an answer
+    after its reasoning. `aliases`: other names, which vLLM uses.
     """
 
     name: str
@@ -41,8 +47,7 @@ class ToolFormat:
     example: str
     markers: tuple[str, ...]
     words: tuple[tuple[str, ...], ...]
-    read: Callable[[AnswerReader, Schemas], Steps]
-    layout: XmlCalls | JsonCalls | MarkedCalls | PythonCalls | GemmaCalls | None = None
+    layout: XmlCalls | JsonCalls | MarkedCalls | PythonCalls | GemmaCalls | HarmonyCalls
     aliases: tuple[str, ...] = ()
     ids: CallIds = CallIds.OPAQUE
     ends_reasoning: tuple[str, ...] = ()  # markers that end reasoning whose end is missing
@@ -120,10 +125,7 @@ XLAM = JsonCalls(("", ""), separator=", ", is_list=True, is_bare=True)
 LFM2 = PythonCalls(("<|tool_call_start|>", "<|tool_call_end|>"), is_list=True)
 OLMO3 = PythonCalls(("<function_calls>", "</function_calls>"), separator="\n")
 PYTHONIC = PythonCalls(("", ""), is_list=True, is_bare=True)
-
-
-def _read_harmony(reader: AnswerReader, tools: Schemas) -> Steps:
-    return read_harmony(reader, has_reasoning=False, has_calls=True)
+HARMONY = HarmonyCalls()
 
 
 OPENAI = "openai"
@@ -136,7 +138,7 @@ ROWS = (
         "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>",
         HARMONY_MARKERS,
         (("<|channel|>", "<|message|>", "functions"),),
-        _read_harmony,
+        HARMONY,
     ),
     ToolFormat(
         "mistral",
@@ -144,7 +146,7 @@ ROWS = (
         '[TOOL_CALLS][{"name": "f", "arguments": {}}], or [TOOL_CALLS]f[ARGS]{}',
         ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         (("[TOOL_CALLS]",),),
-        read_mistral,
+        MISTRAL,
         ids=CallIds.SHORT,
     ),
     ToolFormat(
@@ -153,7 +155,6 @@ ROWS = (
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f ```json {} ```<｜tool▁call▁end｜>",
         DEEPSEEK_MARKERS,
         (("<｜tool▁calls▁begin｜>", "```json"),),
-        DEEPSEEK_V3.read,
         DEEPSEEK_V3,
     ),
     ToolFormat(
@@ -162,7 +163,6 @@ ROWS = (
         "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
         DEEPSEEK_MARKERS,
         (("<｜tool▁calls▁begin｜>",),),
-        DEEPSEEK_V31.read,
         DEEPSEEK_V31,
     ),
     ToolFormat(
@@ -171,7 +171,6 @@ ROWS = (
         "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
         KIMI_MARKERS,
         (("<|tool_calls_section_begin|>",),),
-        KIMI_K2.read,
         KIMI_K2,
         ids=CallIds.NUMBERED,
         ends_reasoning=KIMI_MARKERS[:1],
@@ -182,7 +181,6 @@ ROWS = (
         '<|tool_call>call:f{a:<|"|>text<|"|>}<tool_call|>',
         (GEMMA4.start, GEMMA4.end, GEMMA4.quote),
         ((GEMMA4.start, GEMMA4.end),),
-        GEMMA4.read,
         GEMMA4,
     ),
     ToolFormat(
@@ -191,7 +189,6 @@ ROWS = (
         "<start_function_call>call:f{a:<escape>text<escape>}<end_function_call>",
         (FUNCTIONGEMMA.start, FUNCTIONGEMMA.end, FUNCTIONGEMMA.quote),
         ((FUNCTIONGEMMA.start,),),
-        FUNCTIONGEMMA.read,
         FUNCTIONGEMMA,
     ),
     ToolFormat(
@@ -200,7 +197,6 @@ ROWS = (
         "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>",
         TOOL_CALL,
         (("<function=", "<parameter="),),
-        QWEN3_CODER.read,
         QWEN3_CODER,
         aliases=("qwen3_xml", "step3p5"),
     ),
@@ -210,7 +206,6 @@ ROWS = (
         "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>",
         GLM_MARKERS,
         (("<arg_key>", "</arg_key><arg_value>"),),
-        GLM47.read,
         GLM47,
     ),
     ToolFormat(
@@ -219,7 +214,6 @@ ROWS = (
         "the same, with a line break after the name and each element",
         GLM_MARKERS,
         (("<arg_key>",),),
-        GLM45.read,
         GLM45,
     ),
     ToolFormat(
@@ -228,7 +222,6 @@ ROWS = (
         '<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke></minimax:tool_call>',
         ("<minimax:tool_call>", "</minimax:tool_call>"),
         (("<minimax:tool_call>",),),
-        MINIMAX_M2.read,
         MINIMAX_M2,
     ),
     ToolFormat(
@@ -237,7 +230,6 @@ ROWS = (
         '<steptml:invoke name="f"><steptml:parameter name="a">1</steptml:parameter></steptml:invoke>',
         STEP3_MARKERS,
         (("<steptml:invoke",),),
-        STEP3.read,
         STEP3,
     ),
     ToolFormat(
@@ -246,7 +238,6 @@ ROWS = (
         '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {}}]<|END_ACTION|>',
         ("<|START_ACTION|>", "<|END_ACTION|>"),
         (("<|START_ACTION|>",),),
-        COHERE.read,
         COHERE,
         aliases=("cohere_command3",),
     ),
@@ -256,7 +247,6 @@ ROWS = (
         'functools[{"name": "f", "arguments": {}}]',
         ("functools",),
         (("<|tool|>", "<|/tool|>"),),
-        PHI4_MINI.read,
         PHI4_MINI,
         aliases=("phi4_mini_json",),
     ),
@@ -266,7 +256,6 @@ ROWS = (
         '<|tool_call|>[{"name": "f", "arguments": {}}]',
         ("<|tool_call|>",),
         (("<|tool_call|>",),),
-        GRANITE.read,
         GRANITE,
     ),
     ToolFormat(
@@ -275,7 +264,6 @@ ROWS = (
         '<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>',
         ("<tool_calls>", "</tool_calls>"),
         (("<tool_calls>",),),
-        HUNYUAN.read,
         HUNYUAN,
         aliases=("hunyuan_a13b",),
     ),
@@ -285,7 +273,6 @@ ROWS = (
         "<|tool_call_start|>[f(a=1)]<|tool_call_end|>",
         ("<|tool_call_start|>", "<|tool_call_end|>"),
         (("<|tool_call_start|>",), ("<|tool_list_start|>",)),
-        LFM2.read,
         LFM2,
     ),
     ToolFormat(
@@ -294,7 +281,6 @@ ROWS = (
         "<function_calls>f(a=1)</function_calls>, one call a line",
         ("<function_calls>", "</function_calls>"),
         (("<function_calls>",),),
-        OLMO3.read,
         OLMO3,
     ),
     ToolFormat(
@@ -303,7 +289,6 @@ ROWS = (
         '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
         TOOL_CALL,
         (("<tool_call>",),),
-        HERMES.read,
         HERMES,
         aliases=("granite4",),
     ),
@@ -313,7 +298,6 @@ ROWS = (
         "[f(a=1), g()] as the whole answer",
         (),
         (("[func_name1(",),),
-        PYTHONIC.read,
         PYTHONIC,
         aliases=("llama4_pythonic",),
     ),
@@ -323,7 +307,6 @@ ROWS = (
         '{"name": "f", "parameters": {}}, several with ;, as the whole answer or after <|python_tag|>',
         ("<|python_tag|>",),
         (("<|python_tag|>",), ("<|start_header_id|>", '"parameters":')),
-        LLAMA3.read,
         LLAMA3,
         aliases=("llama3_json",),
     ),
@@ -333,7 +316,6 @@ ROWS = (
         '[{"name": "f", "arguments": {}}] as the whole answer',
         (),
         (),
-        XLAM.read,
         XLAM,
     ),
 )

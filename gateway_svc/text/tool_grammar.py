@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from gateway_svc.text.calls.gemma import GemmaCalls
-from gateway_svc.text.calls.json_calls import MISTRAL, JsonCalls, MarkedCalls
+from gateway_svc.text.calls.json_calls import MISTRAL, JsonCalls, MarkedCalls, MistralCalls
 from gateway_svc.text.calls.python import PythonCalls
 from gateway_svc.text.calls.values import TEXT_OR_NULL, texts_of, types_of
 from gateway_svc.text.calls.xml import XmlCalls
@@ -24,9 +24,11 @@ from gateway_svc.text.chat_output import ChatFormat
 from gateway_svc.text.gemma_grammar import GemmaValues
 from gateway_svc.text.lark import Lark, TokenId
 from gateway_svc.text.reasoning import HarmonyReasoning, ReasoningFormat
-from gateway_svc.text.tool_formats import OPENAI, TOOL_FORMATS, ToolFormat
+from gateway_svc.text.tool_formats import HARMONY, TOOL_FORMATS, HarmonyCalls
 from grammars.schemas import SHARED
 from request_fields.grammar import GrammarKind
+
+Layout = TypeVar("Layout")
 
 COMMA = '", "'
 CLOSED_OBJECT: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
@@ -65,11 +67,11 @@ def tool_grammar(format: ChatFormat, rules: CallRules, token_id: TokenId, *, is_
     return lark.text(f"{_reasoning(lark, format.reasoning, is_begun=is_reasoning_begun)} {answer}")
 
 
-def _writer(lark: Lark, format: ChatFormat) -> _Writer:
+def _writer(lark: Lark, format: ChatFormat) -> _Writer[Any]:
     if isinstance(format.reasoning, HarmonyReasoning):
-        return _Harmony(lark, TOOL_FORMATS[OPENAI])
+        return _Harmony(lark, HARMONY)
     tools = format.tools or TOOL_FORMATS["hermes"]  # without calls, all formats write content alike
-    return WRITERS[tools.name if tools.layout is None else type(tools.layout)](lark, tools)
+    return WRITERS[type(tools.layout)](lark, tools.layout)
 
 
 def _reasoning(lark: Lark, format: ReasoningFormat | None, *, is_begun: bool) -> str:
@@ -79,15 +81,16 @@ def _reasoning(lark: Lark, format: ReasoningFormat | None, *, is_begun: bool) ->
     return rest if is_begun else f"({lark.literal(format.start)} {rest})?"
 
 
-class _Writer:
+class _Writer(Generic[Layout]):
     """Calls with a marker before each."""
 
     start = ""  # the marker before the first call; "": none
     opener = "{"  # without a marker: what free text must not begin with
     separator = '"\\n"'
 
-    def __init__(self, lark: Lark, format: ToolFormat) -> None:
+    def __init__(self, lark: Lark, layout: Layout) -> None:
         self._lark = lark
+        self._layout = layout
         self._bare: dict[str, str] = {}  # calls that are read without the marker before them: first text -> the rest
         self._tails: list[str] = []  # the rest of a call, per tool
 
@@ -120,57 +123,51 @@ class _Writer:
         return f"{body} ({self.separator} {self.lead} {body}){MORE}" if is_parallel else body
 
 
-class _Json(_Writer):
+class _Json(_Writer[JsonCalls]):
     """Objects, one in a block or several in a list."""
 
-    def __init__(self, lark: Lark, format: ToolFormat) -> None:
-        super().__init__(lark, format)
-        if not isinstance(format.layout, JsonCalls):
-            raise RuntimeError(f"the layout of {format.name} is no JsonCalls: a bug in its row")
-        self._json = format.layout
-        self.start = "" if self._json.is_bare else self._json.start
-        self.opener = "[" if self._json.is_list else "{"
-        self.separator = json.dumps(self._json.separator)
+    def __init__(self, lark: Lark, layout: JsonCalls) -> None:
+        super().__init__(lark, layout)
+        self.start = "" if self._layout.is_bare else self._layout.start
+        self.opener = "[" if self._layout.is_list else "{"
+        self.separator = json.dumps(self._layout.separator)
 
     @property
     def _gap(self) -> str:
         """The white space after the marker."""
-        return self._json.block[0].removeprefix(self._json.start)
+        return self._layout.block[0].removeprefix(self._layout.start)
 
     def body(self, name: str, schema: Mapping[str, Any]) -> str:
-        call = _object(self._lark, self._json.head.replace("{name}", json.dumps(name)), schema)
-        if self._json.is_list or self._json.is_bare:
+        call = _object(self._lark, self._layout.head.replace("{name}", json.dumps(name)), schema)
+        if self._layout.is_list or self._layout.is_bare:
             return call
-        return f"{self._lark.literal(self._gap)} {call} {self._lark.literal(self._json.block[1])}"
+        return f"{self._lark.literal(self._gap)} {call} {self._lark.literal(self._layout.block[1])}"
 
     def body_beside_content(self, name: str, schema: Mapping[str, Any]) -> str:
         """Without a marker, as a JSON Schema: the lexer cannot follow a literal and the start of another object at the
         same time."""
-        if self.start or self._json.is_list:
+        if self.start or self._layout.is_list:
             return self.body(name, schema)
         shared = {keyword: schema[keyword] for keyword in SHARED if keyword in schema}
         properties = {"name": {"const": name}, "parameters": _arguments(schema)}
         return self._lark.add_json({**shared, **CLOSED_OBJECT, "properties": properties, "required": list(properties)})
 
     def calls(self, body: str, *, is_parallel: bool) -> str:
-        if not self._json.is_list:
+        if not self._layout.is_list:
             calls = super().calls(body, is_parallel=is_parallel)
-            if self._json.is_bare:
-                self._bare[self._json.start] = calls
+            if self._layout.is_bare:
+                self._bare[self._layout.start] = calls
             return calls
         more = f"({self.separator} {body}){MORE}" if is_parallel else ""
-        return f'{self._lark.literal(self._gap)} "[" {body} {more} "]" {self._lark.literal(self._json.block[1])}'
+        return f'{self._lark.literal(self._gap)} "[" {body} {more} "]" {self._lark.literal(self._layout.block[1])}'
 
 
-class _Python(_Writer):
+class _Python(_Writer[PythonCalls]):
     """Calls with named arguments: required ones, then optional ones, each in the order of the schema."""
 
-    def __init__(self, lark: Lark, format: ToolFormat) -> None:
-        super().__init__(lark, format)
-        if not isinstance(format.layout, PythonCalls):
-            raise RuntimeError(f"the layout of {format.name} is no PythonCalls: a bug in its row")
-        self._python = format.layout
-        self.start, self.opener = self._python.start, "["
+    def __init__(self, lark: Lark, layout: PythonCalls) -> None:
+        super().__init__(lark, layout)
+        self.start, self.opener = self._layout.start, "["
 
     def body(self, name: str, schema: Mapping[str, Any]) -> str:
         properties, required = _properties(schema), schema.get("required") or ()
@@ -180,9 +177,9 @@ class _Python(_Writer):
         return f'{self._lark.literal(f"{name}(")} {self._lark.members(fixed, optional, COMMA)} ")"'
 
     def calls(self, body: str, *, is_parallel: bool) -> str:
-        opened, closed = ('"["', '"]"') if self._python.is_list else ("", "")
-        more = f"({json.dumps(self._python.separator)} {body}){MORE}" if is_parallel else ""
-        return f"{opened} {body} {more} {closed} {self._lark.literal(self._python.block[1])}"
+        opened, closed = ('"["', '"]"') if self._layout.is_list else ("", "")
+        more = f"({json.dumps(self._layout.separator)} {body}){MORE}" if is_parallel else ""
+        return f"{opened} {body} {more} {closed} {self._lark.literal(self._layout.block[1])}"
 
     def _argument(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
         if types_of(schema, root) == {"boolean"}:
@@ -191,23 +188,20 @@ class _Python(_Writer):
         return f"{self._lark.literal(f'{key}=')} {self._lark.add_json({**shared, **schema})}"
 
 
-class _Xml(_Writer):
+class _Xml(_Writer[XmlCalls]):
     """Required parameters, then the optional ones, each in the order of the schema."""
 
-    def __init__(self, lark: Lark, format: ToolFormat) -> None:
-        super().__init__(lark, format)
-        if not isinstance(format.layout, XmlCalls):
-            raise RuntimeError(f"the layout of {format.name} is no XmlCalls: a bug in its row")
-        self._xml = format.layout
-        self.start = self._xml.block[0].strip()
+    def __init__(self, lark: Lark, layout: XmlCalls) -> None:
+        super().__init__(lark, layout)
+        self.start = self._layout.block[0].strip()
 
     def body(self, name: str, schema: Mapping[str, Any]) -> str:
         properties, required = _properties(schema), schema.get("required") or ()
         ordered = sorted(properties, key=lambda key: key not in required)
         parameters = [self._parameter(key, properties[key], schema) for key in ordered]
         optional = [p if key in required else f"({p})?" for key, p in zip(ordered, parameters, strict=True)]
-        head, end = (one.replace("{name}", name) for one in self._xml.function)
-        gap, end = ("", end) if self._xml.has_many else (self._gap, end + self._xml.block[1])
+        head, end = (one.replace("{name}", name) for one in self._layout.function)
+        gap, end = ("", end) if self._layout.has_many else (self._gap, end + self._layout.block[1])
         rest = self._lark.literal(head.removeprefix(self._call))
         tail = self._lark.add("tail", f"{rest} {' '.join(optional)} {self._lark.literal(end)}")
         self._tails.append(tail)
@@ -216,24 +210,24 @@ class _Xml(_Writer):
     @property
     def _call(self) -> str:
         """The text before the name of a tool."""
-        return self._xml.function[0].partition("{name}")[0]
+        return self._layout.function[0].partition("{name}")[0]
 
     @property
     def _gap(self) -> str:
         """The white space after the start of a block."""
-        return self._xml.block[0].removeprefix(self.start)
+        return self._layout.block[0].removeprefix(self.start)
 
     def calls(self, body: str, *, is_parallel: bool) -> str:
         start, again, end = "", f"{self.separator} {self.lead} {body}", ""
-        if self._xml.has_many:
-            start, again, end = self._lark.literal(self._gap), body, self._lark.literal(self._xml.block[1])
+        if self._layout.has_many:
+            start, again, end = self._lark.literal(self._gap), body, self._lark.literal(self._layout.block[1])
         more = f"({again}){MORE} {end}" if is_parallel else end
         if self._call:
             self._bare[self._call] = f"({' | '.join(self._tails)}) {more}"
         return f"{start} {body} {more}"
 
     def _parameter(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-        head, end = self._lark.literal(self._xml.parameter[0].replace("{key}", key)), self._xml.parameter[1]
+        head, end = self._lark.literal(self._layout.parameter[0].replace("{key}", key)), self._layout.parameter[1]
         if types_of(schema, root) <= TEXT_OR_NULL:
             texts, marker = texts_of(schema, root), end.strip()
             if texts is None:
@@ -243,52 +237,46 @@ class _Xml(_Writer):
         return f"{head} {self._lark.add_json({**shared, **schema})} {self._lark.literal(end)}"
 
 
-class _Marked(_Writer):
+class _Marked(_Writer[MarkedCalls]):
     """A name and JSON arguments between markers."""
 
-    def __init__(self, lark: Lark, format: ToolFormat) -> None:
-        super().__init__(lark, format)
-        if not isinstance(format.layout, MarkedCalls):
-            raise RuntimeError(f"the layout of {format.name} is no MarkedCalls: a bug in its row")
-        self._marked = format.layout
-        self.start = self._marked.section[0]
+    def __init__(self, lark: Lark, layout: MarkedCalls) -> None:
+        super().__init__(lark, layout)
+        self.start = self._layout.section[0]
 
     def body(self, name: str, schema: Mapping[str, Any]) -> str:
-        before, after = self._marked.call[0].removeprefix(self._marked.start).split("{name}")
+        before, after = self._layout.call[0].removeprefix(self._layout.start).split("{name}")
         head = self._lark.literal(f"{before}{name}{after}")
-        if self._marked.is_numbered:
+        if self._layout.is_numbered:
             named = self._lark.literal(f"{before}functions.{name}:")
             head = f"{named} /[0-9]{{1,4}}/ {self._lark.literal(after)}"
         arguments = self._lark.add_json(_arguments(schema))
-        tail = self._lark.add("tail", f"{head} {arguments} {self._lark.literal(self._marked.call[1])}")
+        tail = self._lark.add("tail", f"{head} {arguments} {self._lark.literal(self._layout.call[1])}")
         self._tails.append(tail)
-        return f"{self._lark.literal(self._marked.start)} {tail}"
+        return f"{self._lark.literal(self._layout.start)} {tail}"
 
     def calls(self, body: str, *, is_parallel: bool) -> str:
-        more = f"({self._lark.literal(self._marked.separator)} {body}){MORE}" if is_parallel else ""
-        rest = f"{more} {self._lark.literal(self._marked.section[1])}"
-        self._bare[self._marked.start] = f"({' | '.join(self._tails)}) {rest}"
+        more = f"({self._lark.literal(self._layout.separator)} {body}){MORE}" if is_parallel else ""
+        rest = f"{more} {self._lark.literal(self._layout.section[1])}"
+        self._bare[self._layout.start] = f"({' | '.join(self._tails)}) {rest}"
         return f"{body} {rest}"
 
 
-class _Gemma(_Writer):
+class _Gemma(_Writer[GemmaCalls]):
     """A name and arguments in Gemma's own notation."""
 
     separator = ""
 
-    def __init__(self, lark: Lark, format: ToolFormat) -> None:
-        super().__init__(lark, format)
-        if not isinstance(format.layout, GemmaCalls):
-            raise RuntimeError(f"the layout of {format.name} is no GemmaCalls: a bug in its row")
-        self._gemma = format.layout
-        self.start = self._gemma.start
+    def __init__(self, lark: Lark, layout: GemmaCalls) -> None:
+        super().__init__(lark, layout)
+        self.start = self._layout.start
 
     def body(self, name: str, schema: Mapping[str, Any]) -> str:
-        values = GemmaValues(self._lark, self._gemma.quote, _arguments(schema), f"tool {name!r}")
-        return f"{self._lark.literal(f'call:{name}')} {values.root} {self._lark.literal(self._gemma.end)}"
+        values = GemmaValues(self._lark, self._layout.quote, _arguments(schema), f"tool {name!r}")
+        return f"{self._lark.literal(f'call:{name}')} {values.root} {self._lark.literal(self._layout.end)}"
 
 
-class _Harmony(_Writer):
+class _Harmony(_Writer[HarmonyCalls]):
     """A message with a call or with content. It ends the turn, so there is one call, and its end is left to EOS."""
 
     start = "<|channel|>commentary to=functions."
@@ -310,19 +298,19 @@ class _Harmony(_Writer):
         return body
 
 
-class _Mistral(_Writer):
+class _Mistral(_Writer[MistralCalls]):
     """The format with [ARGS] if the vocabulary has this token, else a list."""
 
     start = MISTRAL.start
     separator = ""
 
-    def __init__(self, lark: Lark, format: ToolFormat) -> None:
-        super().__init__(lark, format)
+    def __init__(self, lark: Lark, layout: MistralCalls) -> None:
+        super().__init__(lark, layout)
         self._is_list = lark.token_id("[ARGS]") is None
 
     def body(self, name: str, schema: Mapping[str, Any]) -> str:
         if self._is_list:
-            return _object(self._lark, MISTRAL.head.replace("{name}", json.dumps(name)), schema)
+            return _object(self._lark, self._layout.head.replace("{name}", json.dumps(name)), schema)
         return f"{self._lark.literal(f'{name}[ARGS]')} {self._lark.add_json(_arguments(schema))}"
 
     def calls(self, body: str, *, is_parallel: bool) -> str:
@@ -332,10 +320,9 @@ class _Mistral(_Writer):
         return f'"[" {body} {more} "]"'
 
 
-# By the name of the format, or the type of its layout.
-WRITERS: Mapping[str | type, type[_Writer]] = {
-    "mistral": _Mistral,
-    OPENAI: _Harmony,
+WRITERS: Mapping[type, type[_Writer[Any]]] = {
+    MistralCalls: _Mistral,
+    HarmonyCalls: _Harmony,
     JsonCalls: _Json,
     PythonCalls: _Python,
     GemmaCalls: _Gemma,

@@ -92,19 +92,22 @@ class JsonCalls:
         return (yield from _read_json_call(reader, start, accepts, (self.end or self.start or "]",)))
 
 
-MISTRAL = JsonCalls(("[TOOL_CALLS]", ""), separator=", ", is_list=True)
+class MistralCalls(JsonCalls):
+    """A list of objects, or a name with its arguments, after a marker."""
+
+    def read(self, reader: AnswerReader, tools: Schemas) -> Steps:
+        while (yield from reader.write_until(ItemKind.CONTENT, (self.start,))):
+            at = (yield from reader.space_end()) + len(self.start)
+            start = yield from reader.space_end(at)
+            is_list = reader.pending(start, start + 1) == "["
+            read = self.read_block(reader, start, any_name) if is_list else _read_named(reader, start)
+            if (yield from read):
+                yield from reader.skip_space()
+            else:
+                reader.keep(at)
 
 
-def read_mistral(reader: AnswerReader, tools: Schemas) -> Steps:
-    while (yield from reader.write_until(ItemKind.CONTENT, (MISTRAL.start,))):
-        at = (yield from reader.space_end()) + len(MISTRAL.start)
-        start = yield from reader.space_end(at)
-        is_list = reader.pending(start, start + 1) == "["
-        read = MISTRAL.read_block(reader, start, any_name) if is_list else _read_named(reader, start)
-        if (yield from read):
-            yield from reader.skip_space()
-        else:
-            reader.keep(at)
+MISTRAL = MistralCalls(("[TOOL_CALLS]", ""), separator=", ", is_list=True)
 
 
 def _read_named(reader: AnswerReader, at: int) -> Generator[None, None, bool]:
