@@ -15,13 +15,22 @@ from step_protocol.messages import StepBatch
 from step_protocol.proto import POOLING_KINDS, batch_from_proto
 from svc_common.errors import InvalidRequestError
 from worker_svc.engine.adapters.store import AdapterEntry
-from worker_svc.engine.config import EncoderInfo, EngineInfo
+from worker_svc.engine.config import EngineInfo
 from worker_svc.seals import TAG_BYTES, Seals
 
 KIND_NUMBERS = {kind: types_pb2.PoolingKind.ValueType(number) for number, kind in POOLING_KINDS.items()}
 DATA_TAG = worker_pb2.ReadBlocksResponse.DATA_FIELD_NUMBER << 3 | 2  # a field of bytes
 DATA_HEAD_BYTES = 5
 MAX_REASON = 500  # characters of a degradation
+# Fields of EngineInfo that are sent as they are
+MODEL_FIELDS = (
+    *("model", "revision", "weights_digest", "weight_version", "weights_revision", "numerics", "build", "dtype"),
+    *("max_model_len", "vocab_size", "hidden_size", "eos_token_ids", "is_encoder", "block_size", "max_num_seqs"),
+)
+CAPACITY_FIELDS = (
+    *("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"),
+    *("max_adapters", "num_snapshots", "snapshot_tokens"),
+)
 DETERMINISM = {"exact": types_pb2.DETERMINISM_EXACT, "best_effort": types_pb2.DETERMINISM_BEST_EFFORT}
 
 
@@ -64,39 +73,20 @@ def blocks_to_proto(block_ids: U32, hashes: list[bytes], token_ids: U32, seals: 
 def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.ModelInfo:
     """The facts about the model that a gateway needs. `bundle_digest` is empty if the folder has no bundle."""
     return types_pb2.ModelInfo(
-        model=info.model,
-        revision=info.revision,
-        weights_digest=info.weights_digest,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        eos_token_ids=info.eos_token_ids,
         default_sampling=types_pb2.SamplingParams(**checks.defaults_of_model(info.default_sampling)),
         bundle_digest=bundle_digest,
-        block_size=info.block_size,
         max_num_blocks=info.num_blocks,
         determinism=DETERMINISM[info.determinism],
-        dtype=info.dtype,
-        max_num_seqs=info.max_num_seqs,
         quantization=info.quantize or "",
-        numerics=info.numerics,
         kv_cache_dtype="" if info.kv_cache_dtype == "auto" else info.kv_cache_dtype,
         pooling=None
         if info.pooling is None
         else types_pb2.PoolingInfo(**asdict(info.pooling) | {"kind": KIND_NUMBERS[info.pooling.kind]}),
-        is_encoder=info.is_encoder,
-        build=info.build,
-        hidden_size=info.hidden_size,
         attention_window=info.attention_window or 0,
-        encoder=None if info.encoder is None else encoder_info_to_proto(info.encoder),
+        encoder=None if info.encoder is None else types_pb2.EncoderInfo(**asdict(info.encoder)),
         images=None if info.images is None else types_pb2.ImageInfo(**asdict(info.images)),
-        weight_version=info.weight_version,
-        weights_revision=info.weights_revision,
+        **{name: getattr(info, name) for name in MODEL_FIELDS},
     )
-
-
-def encoder_info_to_proto(info: EncoderInfo) -> types_pb2.EncoderInfo:
-    """The encoder of a model."""
-    return types_pb2.EncoderInfo(**asdict(info))
 
 
 def capacity_to_proto(
@@ -109,17 +99,11 @@ def capacity_to_proto(
     """The capacity of this worker, for its registration."""
     return scheduler_pb2.WorkerCapacity(
         info=model_info_to_proto(info, bundle_digest),
-        num_blocks=info.num_blocks,
-        block_size=info.block_size,
-        max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=info.max_num_batched_tokens,
         pipeline_depth=pipeline_depth,
-        max_adapters=info.max_adapters,
-        num_snapshots=info.num_snapshots,
-        snapshot_tokens=info.snapshot_tokens,
         blocks=blocks,
         groups=[scheduler_pb2.CacheGroup(**asdict(group)) for group in info.groups],
         degradations=[reason[:MAX_REASON] for reason in info.degradations],
+        **{name: getattr(info, name) for name in CAPACITY_FIELDS},
     )
 
 
