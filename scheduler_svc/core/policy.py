@@ -110,8 +110,8 @@ def excess_blocks(
     limits = np.concatenate((table.limit[rows], [limit] * num_new)) - tokens
     outputs = tokens - np.concatenate((table.prompt_len[rows], [len(group.prompt)] * num_new))
     stops = ~table.ignore_eos[rows] | table.may_end_anywhere[rows]
-    may_stop = np.concatenate((stops, [_may_stop(group)] * num_new))
-    remaining = expected_remaining(limits, outputs, may_stop, mean_output)
+    stops = np.concatenate((stops, [may_stop(group)] * num_new))
+    remaining = expected_remaining(limits, outputs, stops, mean_output)
     final, shared_prompt = final_blocks(tokens, remaining, table.block_size), len(group.prompt) // table.block_size
     if table.blocks_before is None:
         num_saved = len(hits) - pool.num_unused(hits) + num_forks * shared_prompt
@@ -133,7 +133,7 @@ def excess_blocks(
     return max(0, projected_peak(tokens[order], remaining[order], saved[order], table.block_size) - max_blocks)
 
 
-def _may_stop(group: SequenceGroup) -> bool:
+def may_stop(group: SequenceGroup) -> bool:
     """Whether sequences of the request may end before max_tokens. Those of a gang end together."""
     return not group.features.is_gang and (not group.stop.ignore_eos or group.stop.may_end_anywhere)
 
@@ -323,7 +323,7 @@ def sure_output(group: SequenceGroup, mean_output: float | None) -> int:
     that may end early count as nothing before their mean length is measured.
     """
     limit = group.stop.max_tokens - max(map(len, group.outputs), default=0)
-    return limit if not _may_stop(group) else min(limit, int(mean_output or 0))
+    return limit if not may_stop(group) else min(limit, int(mean_output or 0))
 
 
 def expected_tokens(num_known: int, remaining: int, num_samples: int, mean_output: float) -> int:

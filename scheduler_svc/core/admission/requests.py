@@ -11,7 +11,7 @@ from dataclasses import replace
 from scheduler_svc.core.admission.placement import Placement
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import Counts, Finished, MigrationReason
-from scheduler_svc.core.policy import Throughput, expected_tokens, sure_output
+from scheduler_svc.core.policy import Throughput, expected_tokens, may_stop, sure_output
 from scheduler_svc.core.sequence import (
     Completion,
     FinishReason,
@@ -318,9 +318,12 @@ class Requests:
             self.waiting.add_deadline(seq, self.start_by(seq))
 
     def output_s(self, group: SequenceGroup) -> float:
-        """Seconds that the output of a request will take at least, as far as that is measured."""
-        times = [worker.decode_s for worker in self._workers.values() if worker.decode_s is not None]
-        return sure_output(group, self._throughput.measured_output) * min(times, default=0.0)
+        """Seconds that the output of a request will take at least, as far as that is measured. An idle worker may be
+        faster than it was. A client that has less time than the mean answer takes expects a shorter one.
+        """
+        times = [(worker.decode_s or 0.0) if worker.rows.num_used else 0.0 for worker in self._workers.values()]
+        seconds = sure_output(group, self._throughput.measured_output) * min(times, default=0.0)
+        return min(seconds, group.timeout_s / 2) if group.timeout_s is not None and may_stop(group) else seconds
 
     def start_by(self, seq: Sequence) -> float:
         """When a waiting sequence is too late: at its deadline if its request has begun or was accepted before, else

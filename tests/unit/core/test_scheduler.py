@@ -386,6 +386,26 @@ def test_the_longest_step_beside_streams_is_bounded() -> None:
     assert first["long 0"] < 37
 
 
+def test_a_slow_step_or_long_answers_of_others_refuse_no_short_request() -> None:
+    scheduler = make()
+    scheduler.add_group(group("first", range(8), max_tokens=8), 0.0)
+    now = 0.0
+    while scheduler.has_work:  # steps of a worker that has just started
+        for batch in scheduler.schedule(now):
+            now += 3.0
+            scheduler.update(answer(batch), now)
+    scheduler.add_group(group("forced", range(8), max_tokens=40, timeout_s=10.0), 100.0)
+    scheduler.add_group(group("running", range(20, 28), max_tokens=40), 100.0)
+    for batch in scheduler.schedule(100.0):
+        scheduler.update(answer(batch), 101.0)
+    short = SequenceGroup("short", u32(*range(8)), StopCondition(40), timeout_s=2.0)
+    scheduler.add_group(short, 101.0)  # eight tokens, the mean, take 24 s
+    scheduler.schedule(101.0)
+    assert not scheduler.take_expired().finished
+    with pytest.raises(UnreachableDeadlineError):
+        scheduler.add_group(group("long", range(8), max_tokens=40, timeout_s=10.0), 101.0)
+
+
 def drain_of_a_full_fleet(steps: int, step_s: float) -> tuple[Scheduler, list[int]]:
     """One of two full workers drains beside a waiting request. Returns how many rows it has after each step."""
     scheduler = make(max_num_seqs=2)
