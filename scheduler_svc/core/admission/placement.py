@@ -421,7 +421,8 @@ class Placement:
                 return WorkerChoice(self._workers[best], False, False, is_preparing, is_prepared=False)
         has_room = bool(room[best])
         is_elsewhere = not has_room and self._is_elsewhere(eligible)
-        self._count_in(best, int(uncached[best]), entry.num_rows)
+        if has_room or is_held:
+            self._count_in(best, int(uncached[best]), entry.num_rows)
         is_now = has_room and best in self._ready
         if self.moves is not None:
             wait = None  # each pass prices the moves again

@@ -184,6 +184,25 @@ def test_an_urgent_request_gets_the_slot_of_less_urgent_rows() -> None:
     assert ended == ["new 6", "new 5", "5", "9"]
 
 
+def test_a_worker_is_reserved_for_a_starved_long_prompt_with_an_adapter() -> None:
+    """It waits for blocks, which short requests behind it would take again and again."""
+    capacity = make_capacity("w0", num_blocks=32, max_num_seqs=8, max_num_batched_tokens=16)
+    scheduler = make_scheduler(replace(capacity, max_adapters=1), aging_s=1.0, aging_tokens_per_s=1e9)
+    scheduler.adapters.set_loaded("w0", [A])
+    opened = list[str]()
+    for step in range(100):
+        if step == 10:
+            scheduler.add_group(with_adapter(make_group(100, "long", max_tokens=1), A), 0.5 * step)
+        if step % 2 == 0:
+            scheduler.add_group(make_group(4, f"{step}", max_tokens=14, ignore_eos=True), 0.5 * step)
+        for batch in scheduler.schedule(0.5 * step):
+            opened += [row.group.request_id for row in batch.opens]
+            scheduler.update(answer(batch), 0.5 * step)
+        for swap in scheduler.adapters.take_swaps():
+            scheduler.adapters.end_swap("w0", swap.digest, is_resident=True)
+    assert "long" in opened
+
+
 class Overload:
     """One worker with 3 slots for adapters and 12 rows, and a queue that always has 40 requests. Time is counted in
     steps of 20 ms; a swap takes 15 of them.
