@@ -166,7 +166,7 @@ class BlockMoves:
         self._counts = counts
         self._watermark = watermark
         self._movers: dict[str, _Mover] = {}
-        self.is_on = False  # some worker can move blocks
+        self.is_on = False  # some worker can move blocks, or lent ones are to be given back
         self._open: dict[int, _Open] = {}
         self._new: list[BlockMove] = []
         self._leaving: dict[Sequence, BlockMove] = {}  # running sequences whose blocks go ahead of them
@@ -194,9 +194,9 @@ class BlockMoves:
     def forget(self, worker: WorkerState) -> None:
         """A worker has left, with the moves into it."""
         self._movers.pop(worker.capacity.worker_id, None)
-        self.is_on = bool(self._movers)
         for move_id in [move_id for move_id, one in self._open.items() if one.target is worker]:
             self.end_move(move_id, 0)
+        self.is_on = bool(self._movers or self._read)
         self._new = [move for move in self._new if not move.is_ended]
 
     def change_tiers(self, worker_id: str, tiers: Mapping[bytes, TierKind | None]) -> None:
@@ -396,6 +396,7 @@ class BlockMoves:
     def take_read(self) -> list[LentBlocks]:
         """The lent blocks that need not be kept any longer, since the last call."""
         read, self._read = self._read, []
+        self.is_on = bool(self._movers)
         return read
 
     # -- running sequences --------------------------------------------------------------------------------------------

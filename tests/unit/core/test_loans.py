@@ -91,6 +91,17 @@ def test_a_prefix_of_another_scheduler_is_pulled_and_hit(lender: Scheduler, borr
     assert not lender.is_source("theirs")
 
 
+def test_lent_blocks_are_given_back_when_the_only_worker_leaves(lender: Scheduler, borrower: Scheduler) -> None:
+    search = search_of(borrower)
+    _, lent = lend(lender, search)
+    borrower.end_search(search, lent, 1.05)
+    move_of(borrower)
+    borrower.remove_worker("ours")
+    assert borrower.moves.is_on
+    assert borrower.moves.take_read() == [lent]
+    assert not borrower.moves.is_on
+
+
 def test_a_search_that_finds_nothing_costs_one_wait(borrower: Scheduler) -> None:
     search = search_of(borrower)
     borrower.end_search(search, None, 1.05)
