@@ -32,7 +32,7 @@ from gateway_svc.http.rollouts import RolloutHandlers
 from gateway_svc.http.status import StatusHandlers
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.audit.entry import record_request_id
-from gateway_svc.operators.rollouts import RolloutCalls
+from gateway_svc.operators.rollouts import RolloutServicer
 from gateway_svc.request.prompts.images import has_images
 from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.directory import ModelDirectory
@@ -57,7 +57,7 @@ class Handlers:
         lane: Lane,
         status: StatusHandlers,
         admin: AdminServicer,
-        rollouts: RolloutCalls,
+        rollouts: RolloutServicer,
     ) -> None:
         self._servicer = servicer
         self._directory = directory

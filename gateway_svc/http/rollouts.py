@@ -14,7 +14,7 @@ from starlette.routing import Route
 from gateway_svc.http.openai.bodies import body_of, text_value
 from gateway_svc.http.replies import Read, json_reply
 from gateway_svc.operators.admin import AdminServicer
-from gateway_svc.operators.rollouts import RolloutCalls
+from gateway_svc.operators.rollouts import RolloutServicer
 from gateway_svc.request.validation import RequestLimits
 from gateway_svc.schedulers.directory import ModelDirectory
 from svc_common.errors import InvalidRequestError, NotConfiguredError
@@ -41,7 +41,12 @@ class RolloutHandlers:
     """One method per endpoint. All need the key of an operator, if operators need keys."""
 
     def __init__(
-        self, rollouts: RolloutCalls, admin: AdminServicer, directory: ModelDirectory, limits: RequestLimits, read: Read
+        self,
+        rollouts: RolloutServicer,
+        admin: AdminServicer,
+        directory: ModelDirectory,
+        limits: RequestLimits,
+        read: Read,
     ) -> None:
         self._rollouts = rollouts
         self._admin = admin
@@ -82,9 +87,9 @@ class RolloutHandlers:
         """Compute no steps until /resume. `mode`: keep, retract, abort or wait."""
         mode = _choice(request.query_params.get("mode", "keep"), PAUSE_MODES, "mode")
         clears = _boolean(request.query_params.get("clear_cache", "false"), "clear_cache")
-        paused = await self._rollouts.pause(pb.PauseRequest(pause_id=PAUSE_ID, mode=mode))
+        paused = await self._rollouts.Pause(pb.PauseRequest(pause_id=PAUSE_ID, mode=mode))
         if clears:
-            await self._rollouts.reset_prefix_cache(pb.ResetPrefixCacheRequest())
+            await self._rollouts.ResetPrefixCache(pb.ResetPrefixCacheRequest())
         samples = [
             {"request_id": one.request_id, "index": one.index, "num_output_tokens": one.num_output_tokens}
             for one in paused.samples
@@ -93,33 +98,33 @@ class RolloutHandlers:
 
     async def resume(self, request: Request) -> Response:
         """End the pause."""
-        await self._rollouts.unpause(pb.UnpauseRequest(pause_id=PAUSE_ID))
+        await self._rollouts.Unpause(pb.UnpauseRequest(pause_id=PAUSE_ID))
         return json_reply({"status": "resumed"})
 
     async def is_paused(self, request: Request) -> Response:
         """Whether a pause has begun."""
-        state = await self._rollouts.get(pb.GetWeightsRequest())
+        state = await self._rollouts.GetWeights(pb.GetWeightsRequest())
         return json_reply({"is_paused": bool(state.pause_ids)})
 
     async def sleep(self, request: Request) -> Response:
         """Free memory of all workers until /wake_up. `tags`: weights, kv_cache; without tags both."""
         _choice(request.query_params.get("level", "1"), dict.fromkeys(LEVELS, 0), "level")
-        await self._rollouts.sleep(pb.SleepRequest(tags=request.query_params.getlist("tags")))
+        await self._rollouts.Sleep(pb.SleepRequest(tags=request.query_params.getlist("tags")))
         return json_reply({"status": "asleep"})
 
     async def wake_up(self, request: Request) -> Response:
         """Get the memory back."""
-        await self._rollouts.wake(pb.WakeRequest(tags=request.query_params.getlist("tags")))
+        await self._rollouts.Wake(pb.WakeRequest(tags=request.query_params.getlist("tags")))
         return json_reply({"status": "awake"})
 
     async def is_sleeping(self, request: Request) -> Response:
         """Whether some memory is free."""
-        state = await self._rollouts.get(pb.GetWeightsRequest())
+        state = await self._rollouts.GetWeights(pb.GetWeightsRequest())
         return json_reply({"is_sleeping": bool(state.asleep), "tags": list(state.asleep)})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Forget all cached prefixes."""
-        await self._rollouts.reset_prefix_cache(pb.ResetPrefixCacheRequest())
+        await self._rollouts.ResetPrefixCache(pb.ResetPrefixCacheRequest())
         return json_reply({"success": True})
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -137,14 +142,14 @@ class RolloutHandlers:
             raise InvalidRequestError(
                 f"init_info.backend is {str(info['backend'])[:64]!r}; use files", field="init_info.backend"
             )
-        await self._rollouts.get(pb.GetWeightsRequest())
+        await self._rollouts.GetWeights(pb.GetWeightsRequest())
         return json_reply({"message": "tensors are files below --weights-dir"})
 
     async def start_weight_update(self, request: Request) -> Response:
         """Begin an update. `version`: above that of the weights in use; unset: the next one."""
         body = await self._body(request)
         version = _number(body.get("version", 0), "version")
-        begun = await self._rollouts.begin(pb.BeginUpdateRequest(update_id=UPDATE_ID, version=version))
+        begun = await self._rollouts.BeginUpdate(pb.BeginUpdateRequest(update_id=UPDATE_ID, version=version))
         return json_reply({"version": begun.version})
 
     async def update_weights(self, request: Request) -> Response:
@@ -160,7 +165,7 @@ class RolloutHandlers:
         found = {one.name: one for one in put.tensors}
         problem = _difference(info, found)
         if problem is not None:
-            await self._rollouts.abort(pb.AbortUpdateRequest(update_id=UPDATE_ID))
+            await self._rollouts.AbortUpdate(pb.AbortUpdateRequest(update_id=UPDATE_ID))
             raise problem
         return json_reply({"tensors": [_tensor(one) for one in put.tensors]})
 
@@ -169,19 +174,19 @@ class RolloutHandlers:
         body = await self._body(request)
         rows = _choice(body.get("running_rows", "recompute"), RUNNING_ROWS, "running_rows")
         digest = text_value("digest", body.get("digest", ""))
-        done = await self._rollouts.commit(
+        done = await self._rollouts.CommitUpdate(
             pb.CommitUpdateRequest(update_id=UPDATE_ID, digest=digest, running_rows=rows)
         )
         return json_reply({**_weights(done.weights), "num_rows": done.num_rows, "num_workers": done.num_workers})
 
     async def abort_weight_update(self, request: Request) -> Response:
         """End an update without a change."""
-        await self._rollouts.abort(pb.AbortUpdateRequest(update_id=UPDATE_ID))
+        await self._rollouts.AbortUpdate(pb.AbortUpdateRequest(update_id=UPDATE_ID))
         return json_reply({})
 
     async def weight_info(self, request: Request) -> Response:
         """The weights in use, and the tensors of an open update."""
-        state = await self._rollouts.get(pb.GetWeightsRequest())
+        state = await self._rollouts.GetWeights(pb.GetWeightsRequest())
         update = {"update_id": state.update_id, "version": state.update_version} if state.update_id else None
         tensors = [_tensor(one) for one in state.tensors]
         return json_reply(
@@ -192,13 +197,13 @@ class RolloutHandlers:
         """Load a LoRA adapter on all workers: `lora_name`, `lora_path`."""
         body = await self._body(request)
         name, path = (text_value(field, body.get(field)) for field in ("lora_name", "lora_path"))
-        await self._admin.load(inference_pb2.LoadAdapterRequest(name=name, path=path))
+        await self._admin.LoadAdapter(inference_pb2.LoadAdapterRequest(name=name, path=path))
         return json_reply({"status": "loaded"})
 
     async def unload_lora_adapter(self, request: Request) -> Response:
         """Unload a LoRA adapter: `lora_name`."""
         name = text_value("lora_name", (await self._body(request)).get("lora_name"))
-        await self._admin.unload(inference_pb2.UnloadAdapterRequest(name=name))
+        await self._admin.UnloadAdapter(inference_pb2.UnloadAdapterRequest(name=name))
         return json_reply({"status": "unloaded"})
 
     # -- facts --------------------------------------------------------------------------------------------------------
@@ -234,7 +239,7 @@ class RolloutHandlers:
         return found
 
     async def _num_workers(self) -> int:
-        return (await self._rollouts.get(pb.GetWeightsRequest())).num_workers
+        return (await self._rollouts.GetWeights(pb.GetWeightsRequest())).num_workers
 
 
 def _logprobs_mode(limits: RequestLimits) -> str:

@@ -27,6 +27,7 @@ MAX_IDS_SHOWN = 50
 MAX_NAME_CHARS = 128
 MAX_PATH_CHARS = 4096
 
+Context = grpc.aio.ServicerContext[Any, Any]
 Found = tuple[SchedulerClient, pb.WorkerInfo]
 
 
@@ -37,9 +38,7 @@ class AdminServicer(AdminServiceServicer):
         self._directory = directory
         self._inspector = inspector
 
-    async def DrainWorker(
-        self, request: pb.DrainWorkerRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.DrainWorkerResponse:
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
         """Drain a worker. Raises InvalidRequestError, NotFoundError, or the scheduler's error."""
         if not request.worker_id:
             raise InvalidRequestError("worker_id is empty; `quire status` lists the workers", field="worker_id")
@@ -53,11 +52,8 @@ class AdminServicer(AdminServiceServicer):
         return pb.DrainWorkerResponse(num_moved=num_moved)
 
     async def LoadAdapter(
-        self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: pb.LoadAdapterRequest, context: Context | None = None
     ) -> pb.LoadAdapterResponse:
-        return await self.load(request)
-
-    async def load(self, request: pb.LoadAdapterRequest) -> pb.LoadAdapterResponse:
         """Load an adapter on all workers of a model. Raises QuireError."""
         if not 0 < len(request.name) <= MAX_NAME_CHARS or not request.name.isprintable():
             words = f"name is {request.name[:MAX_NAME_CHARS]!r}; use 1 to {MAX_NAME_CHARS} printable characters"
@@ -83,11 +79,8 @@ class AdminServicer(AdminServiceServicer):
         return pb.LoadAdapterResponse(adapter=_merged(found)[0])
 
     async def UnloadAdapter(
-        self, request: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: pb.UnloadAdapterRequest, context: Context | None = None
     ) -> pb.UnloadAdapterResponse:
-        return await self.unload(request)
-
-    async def unload(self, request: pb.UnloadAdapterRequest) -> pb.UnloadAdapterResponse:
         """Unload an adapter. Raises NotFoundError, or the scheduler's error while requests use it."""
         record_target(request.name)
         clients = self._directory.schedulers_of(request.model)
@@ -100,18 +93,14 @@ class AdminServicer(AdminServiceServicer):
             )
         return pb.UnloadAdapterResponse()
 
-    async def ListAdapters(
-        self, request: pb.ListAdaptersRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.ListAdaptersResponse:
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
         """The adapters of one model or of all models."""
         clients = self._directory.schedulers_of(request.model) if request.model else self._directory.clients
         connected = [client for client in clients if client.is_connected]
         found = await asyncio.gather(*(scheduler_calls.adapters(client) for client in connected))
         return pb.ListAdaptersResponse(adapters=_merged([adapter for part in found for adapter in part]))
 
-    async def Inspect(
-        self, request: pb.InspectRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.InspectResponse:
+    async def Inspect(self, request: pb.InspectRequest, context: Context) -> pb.InspectResponse:
         """A profile or a report of a service. Raises InvalidRequestError, NotFoundError, or the service's error."""
         record_target(request.service)
         if request.kind == pb.INSPECT_KIND_PROFILE:

@@ -24,13 +24,15 @@ CALL_TIMEOUT_S = 3600.0  # deadline of calls that wait for requests to end
 MAX_PIECE_BYTES = 1 << 19
 
 
-class RolloutCalls:
-    """The calls of RolloutService, over gRPC and HTTP. All raise QuireError."""
+class RolloutServicer(RolloutServiceServicer):
+    """The service. HTTP calls it too, without a context. All methods raise QuireError."""
 
     def __init__(self, directory: ModelDirectory) -> None:
         self._directory = directory
 
-    async def begin(self, request: pb.BeginUpdateRequest) -> pb.BeginUpdateResponse:
+    async def BeginUpdate(
+        self, request: pb.BeginUpdateRequest, context: Context | None = None
+    ) -> pb.BeginUpdateResponse:
         """Begin an update at all schedulers, or at none."""
         record_target(request.update_id)
         clients = self._directory.schedulers_of(request.model)
@@ -48,6 +50,13 @@ class RolloutCalls:
     async def _end_at(self, clients: Sequence[SchedulerClient], update_id: str) -> None:
         message = internal.ControlRolloutsRequest(abort=pb.AbortUpdateRequest(update_id=update_id))
         await asyncio.gather(*(self._ask(client, message) for client in clients), return_exceptions=True)
+
+    async def PutTensors(
+        self, request_iterator: AsyncIterator[pb.PutTensorsRequest], context: Context | None = None
+    ) -> pb.PutTensorsResponse:
+        """Add a file of tensors, from a stream of its pieces."""
+        stream = aiter(request_iterator)
+        return await self.put(await first_of(stream, "update_id"), stream)
 
     async def put(
         self, first: pb.PutTensorsRequest, more: AsyncIterator[pb.PutTensorsRequest]
@@ -88,7 +97,9 @@ class RolloutCalls:
                 raise bad[0] from None
             raise
 
-    async def commit(self, request: pb.CommitUpdateRequest) -> pb.CommitUpdateResponse:
+    async def CommitUpdate(
+        self, request: pb.CommitUpdateRequest, context: Context | None = None
+    ) -> pb.CommitUpdateResponse:
         """Load the new weights at all schedulers; then commit."""
         record_target(request.update_id)
         clients = self._directory.schedulers_of(request.model)
@@ -100,20 +111,22 @@ class RolloutCalls:
         first.num_workers = sum(one.commit.num_workers for one in responses)
         return first
 
-    async def abort(self, request: pb.AbortUpdateRequest) -> pb.AbortUpdateResponse:
+    async def AbortUpdate(
+        self, request: pb.AbortUpdateRequest, context: Context | None = None
+    ) -> pb.AbortUpdateResponse:
         """End an update without a change."""
         record_target(request.update_id)
         await self._call(request.model, internal.ControlRolloutsRequest(abort=request))
         return pb.AbortUpdateResponse()
 
-    async def get(self, request: pb.GetWeightsRequest) -> pb.GetWeightsResponse:
+    async def GetWeights(self, request: pb.GetWeightsRequest, context: Context | None = None) -> pb.GetWeightsResponse:
         """The weights in use, and the open update."""
         responses = await self._call(request.model, internal.ControlRolloutsRequest(get=request))
         first = responses[0].weights
         first.num_workers = sum(one.weights.num_workers for one in responses)
         return first
 
-    async def pause(self, request: pb.PauseRequest) -> pb.PauseResponse:
+    async def Pause(self, request: pb.PauseRequest, context: Context | None = None) -> pb.PauseResponse:
         """Compute no steps from now on."""
         record_target(request.pause_id)
         responses = await self._call(request.model, internal.ControlRolloutsRequest(pause=request))
@@ -122,22 +135,24 @@ class RolloutCalls:
             sample.request_id = sample.request_id.rpartition("/")[2]
         return pb.PauseResponse(samples=samples)
 
-    async def unpause(self, request: pb.UnpauseRequest) -> pb.UnpauseResponse:
+    async def Unpause(self, request: pb.UnpauseRequest, context: Context | None = None) -> pb.UnpauseResponse:
         """End a pause, or all."""
         responses = await self._call(request.model, internal.ControlRolloutsRequest(unpause=request))
         return responses[0].unpause
 
-    async def sleep(self, request: pb.SleepRequest) -> pb.SleepResponse:
+    async def Sleep(self, request: pb.SleepRequest, context: Context | None = None) -> pb.SleepResponse:
         """Free memory of all workers."""
         await self._call(request.model, internal.ControlRolloutsRequest(sleep=request))
         return pb.SleepResponse()
 
-    async def wake(self, request: pb.WakeRequest) -> pb.WakeResponse:
+    async def Wake(self, request: pb.WakeRequest, context: Context | None = None) -> pb.WakeResponse:
         """Get it back."""
         await self._call(request.model, internal.ControlRolloutsRequest(wake=request))
         return pb.WakeResponse()
 
-    async def reset_prefix_cache(self, request: pb.ResetPrefixCacheRequest) -> pb.ResetPrefixCacheResponse:
+    async def ResetPrefixCache(
+        self, request: pb.ResetPrefixCacheRequest, context: Context | None = None
+    ) -> pb.ResetPrefixCacheResponse:
         """Forget all cached prefixes."""
         await self._call(request.model, internal.ControlRolloutsRequest(reset=request))
         return pb.ResetPrefixCacheResponse()
@@ -163,45 +178,3 @@ def _checked(request: pb.PutTensorsRequest) -> pb.PutTensorsRequest:
             f"data has {len(request.data)} bytes; a message has at most {MAX_PIECE_BYTES}", field="data"
         )
     return request
-
-
-class RolloutServicer(RolloutServiceServicer):
-    """The service over gRPC."""
-
-    def __init__(self, rollouts: RolloutCalls) -> None:
-        self._rollouts = rollouts
-
-    async def BeginUpdate(self, request: pb.BeginUpdateRequest, context: Context) -> pb.BeginUpdateResponse:
-        return await self._rollouts.begin(request)
-
-    async def PutTensors(
-        self, request_iterator: AsyncIterator[pb.PutTensorsRequest], context: Context
-    ) -> pb.PutTensorsResponse:
-        stream = aiter(request_iterator)
-        return await self._rollouts.put(await first_of(stream, "update_id"), stream)
-
-    async def CommitUpdate(self, request: pb.CommitUpdateRequest, context: Context) -> pb.CommitUpdateResponse:
-        return await self._rollouts.commit(request)
-
-    async def AbortUpdate(self, request: pb.AbortUpdateRequest, context: Context) -> pb.AbortUpdateResponse:
-        return await self._rollouts.abort(request)
-
-    async def GetWeights(self, request: pb.GetWeightsRequest, context: Context) -> pb.GetWeightsResponse:
-        return await self._rollouts.get(request)
-
-    async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
-        return await self._rollouts.pause(request)
-
-    async def Unpause(self, request: pb.UnpauseRequest, context: Context) -> pb.UnpauseResponse:
-        return await self._rollouts.unpause(request)
-
-    async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
-        return await self._rollouts.sleep(request)
-
-    async def Wake(self, request: pb.WakeRequest, context: Context) -> pb.WakeResponse:
-        return await self._rollouts.wake(request)
-
-    async def ResetPrefixCache(
-        self, request: pb.ResetPrefixCacheRequest, context: Context
-    ) -> pb.ResetPrefixCacheResponse:
-        return await self._rollouts.reset_prefix_cache(request)

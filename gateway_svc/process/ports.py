@@ -23,7 +23,7 @@ from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.audit.audit_log import AuditLog
 from gateway_svc.operators.console_state import ConsoleState
 from gateway_svc.operators.operator_port import add_admin_service, operators_of, operators_over_http
-from gateway_svc.operators.rollouts import RolloutCalls, RolloutServicer
+from gateway_svc.operators.rollouts import RolloutServicer
 from gateway_svc.process.schedulers import Schedulers
 from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.directory import ModelDirectory
@@ -100,7 +100,7 @@ class Ports:
         )
         self._admin = make_admin(args, server, read)
         inspector = Inspector("gateway", self._gateway_id, args.shown_settings, self._admin.metrics_text)
-        operations = AdminServicer(directory, inspector), RolloutCalls(directory)
+        operations = AdminServicer(directory, inspector), RolloutServicer(directory)
         make_app = make_http_apps(
             args, servicer, directory, lane, server, self._admin, self._audit, self._intake, operations
         )
@@ -109,10 +109,7 @@ class Ports:
         self._console = make_console(args, make_app, self._authenticator, state, server, self._tls)
         add_InferenceServiceServicer_to_server(servicer, server.grpc)
         add_SessionServiceServicer_to_server(SessionServicer(servicer.generation.sessions), server.grpc)
-        admin, rollouts = operations[0], RolloutServicer(operations[1])
-        self._operations = add_admin_service(
-            args, admin, rollouts, servicer.full_status, server, self._tls, self._audit
-        )
+        self._operations = add_admin_service(args, *operations, servicer.full_status, server, self._tls, self._audit)
 
     async def start_admin(self, closing: AsyncExitStack) -> None:
         """Open metrics and probes, and read the credentials. Raises BindError."""
@@ -160,7 +157,7 @@ def make_http_apps(
     admin: AdminServer,
     audit: AuditLog | None,
     intake: Intake,
-    operations: tuple[AdminServicer, RolloutCalls],
+    operations: tuple[AdminServicer, RolloutServicer],
 ) -> MakeApp | None:
     """Makes the HTTP API for the callers of an authenticator; None if no port serves it. Its packages are imported
     only if one does.

@@ -34,7 +34,7 @@ from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.limits.settings import LimitsFile
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.operator_port import NoOperators
-from gateway_svc.operators.rollouts import RolloutCalls
+from gateway_svc.operators.rollouts import RolloutServicer
 from svc_common import memory
 from svc_common.calls import RpcStats
 from svc_common.serve import BindError
@@ -67,7 +67,7 @@ class HttpGateway:
         status = StatusHandlers(lambda: self.is_serving, streams, lambda: b"quire_up 1\n")
         directory = gateway.directory
         inspector: Any = None  # no endpoint inspects
-        admin, rollouts = AdminServicer(directory, inspector), RolloutCalls(directory)
+        admin, rollouts = AdminServicer(directory, inspector), RolloutServicer(directory)
         handlers = Handlers(gateway.servicer, directory, gateway.threads.requests, status, admin, rollouts)
         self.operator_paths = sorted(handlers.operator_paths)
         self.paths = sorted(route.path for route in handlers.routes())
