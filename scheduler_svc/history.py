@@ -9,7 +9,7 @@ from heapq import nlargest
 from operator import sub
 
 import numpy as np
-from quire.internal.v1 import scheduler_pb2
+from quire.internal.v1 import scheduler_pb2 as pb
 
 from scheduler_svc.core.stats import Load
 from scheduler_svc.core.steps.costs import Cost
@@ -100,40 +100,36 @@ class RequestTimeline:
 
 def history_to_proto(
     events: Events, ended: Iterable[RequestTimeline], to_unix: Callable[[float], float]
-) -> scheduler_pb2.GetHistoryResponse:
+) -> pb.GetHistoryResponse:
     """The answer of GetHistory without a request. `to_unix` converts a time of the event loop."""
     found = [
-        scheduler_pb2.SchedulerEvent(at=to_unix(event.at), text=event.text, is_bad=event.is_bad, count=event.count)
+        pb.SchedulerEvent(at=to_unix(event.at), text=event.text, is_bad=event.is_bad, count=event.count)
         for event in events.newest
     ]
     records = [_record_to_proto(record, to_unix) for record in ended]
-    return scheduler_pb2.GetHistoryResponse(events=found, ended=records)
+    return pb.GetHistoryResponse(events=found, ended=records)
 
 
-def add_totals(
-    message: scheduler_pb2.GetHistoryResponse, refusals: Mapping[str, int], tenants: Mapping[str, Cost]
-) -> None:
+def add_totals(message: pb.GetHistoryResponse, refusals: Mapping[str, int], tenants: Mapping[str, Cost]) -> None:
     """Add counts since the start: refused requests by code, and the tenants that used the most."""
     message.refused.update(refusals)
     for name, cost in nlargest(MAX_TENANTS, tenants.items(), key=lambda pair: pair[1].processor_us):
         message.tenants.add(tenant_id=name, processor_s=cost.processor_us / 1e6, block_s=cost.block_s)
 
 
-def request_to_proto(
-    record: RequestTimeline | None, to_unix: Callable[[float], float]
-) -> scheduler_pb2.GetHistoryResponse:
+def request_to_proto(record: RequestTimeline | None, to_unix: Callable[[float], float]) -> pb.GetHistoryResponse:
     """The answer of GetHistory for one request."""
     if record is None:
-        return scheduler_pb2.GetHistoryResponse()
+        return pb.GetHistoryResponse()
     message = _record_to_proto(record, to_unix)
     for stage in record.stages:
         times = {"start": to_unix(stage.start), "end": to_unix(stage.end)}
         message.stages.add(**asdict(stage) | times)
-    return scheduler_pb2.GetHistoryResponse(request=message)
+    return pb.GetHistoryResponse(request=message)
 
 
-def _record_to_proto(record: RequestTimeline, to_unix: Callable[[float], float]) -> scheduler_pb2.RequestTimeline:
-    return scheduler_pb2.RequestTimeline(
+def _record_to_proto(record: RequestTimeline, to_unix: Callable[[float], float]) -> pb.RequestTimeline:
+    return pb.RequestTimeline(
         request_id=record.request_id,
         tenant_id=record.tenant_id,
         trace_id=record.trace_id,

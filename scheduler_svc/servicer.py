@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.internal.v1 import scheduler_pb2 as pb
+from quire.internal.v1 import scheduler_pb2_grpc
 from quire.v1 import rollouts_pb2, types_pb2
 
 from prefix_index.index import PrefixIndex
@@ -84,30 +85,24 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return at + self._unix_offset
 
     async def Attach(
-        self, request_iterator: AsyncIterator[scheduler_pb2.AttachRequest], context: Context
-    ) -> AsyncIterator[scheduler_pb2.AttachResponse]:
+        self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context
+    ) -> AsyncIterator[pb.AttachResponse]:
         async for response in self._parts.gateways.attach(request_iterator):
             yield response
 
     async def Register(
-        self, request_iterator: AsyncIterator[scheduler_pb2.RegisterRequest], context: Context
-    ) -> AsyncIterator[scheduler_pb2.RegisterResponse]:
+        self, request_iterator: AsyncIterator[pb.RegisterRequest], context: Context
+    ) -> AsyncIterator[pb.RegisterResponse]:
         may_use_id = functools.partial(self._trust.check_worker_id, context)
         async for response in self._parts.pool.register(request_iterator, may_use_id):
             yield response
 
-    async def CountWorkers(
-        self, request: scheduler_pb2.CountWorkersRequest, context: Context
-    ) -> scheduler_pb2.CountWorkersResponse:
+    async def CountWorkers(self, request: pb.CountWorkersRequest, context: Context) -> pb.CountWorkersResponse:
         pool = self._parts.pool
         served = pool.served or types_pb2.ModelInfo()
-        return scheduler_pb2.CountWorkersResponse(
-            num_workers=pool.num_members, model=served.model, revision=served.revision
-        )
+        return pb.CountWorkersResponse(num_workers=pool.num_members, model=served.model, revision=served.revision)
 
-    async def GetBundle(
-        self, request: scheduler_pb2.GetBundleRequest, context: Context
-    ) -> AsyncIterator[scheduler_pb2.GetBundleResponse]:
+    async def GetBundle(self, request: pb.GetBundleRequest, context: Context) -> AsyncIterator[pb.GetBundleResponse]:
         data = self._parts.dialer.bundles.get(request.digest)
         if data is None:
             raise NotFoundError(
@@ -115,38 +110,26 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 field="digest",
             )
         for start in range(0, len(data), BUNDLE_PIECE_BYTES):
-            yield scheduler_pb2.GetBundleResponse(data=data[start : start + BUNDLE_PIECE_BYTES])
+            yield pb.GetBundleResponse(data=data[start : start + BUNDLE_PIECE_BYTES])
 
-    async def LendBlocks(
-        self, request: scheduler_pb2.LendBlocksRequest, context: Context
-    ) -> AsyncIterator[scheduler_pb2.LendBlocksResponse]:
+    async def LendBlocks(self, request: pb.LendBlocksRequest, context: Context) -> AsyncIterator[pb.LendBlocksResponse]:
         async for response in lend(self._parts.step_loop, request):
             yield response
 
-    async def ReleaseWorker(
-        self, request: scheduler_pb2.ReleaseWorkerRequest, context: Context
-    ) -> scheduler_pb2.ReleaseWorkerResponse:
+    async def ReleaseWorker(self, request: pb.ReleaseWorkerRequest, context: Context) -> pb.ReleaseWorkerResponse:
         num_moved = await self._parts.pool.release(request.worker_id, request.timeout_s)
-        return scheduler_pb2.ReleaseWorkerResponse(num_moved=num_moved)
+        return pb.ReleaseWorkerResponse(num_moved=num_moved)
 
-    async def AddAdapter(
-        self, request: scheduler_pb2.AddAdapterRequest, context: Context
-    ) -> scheduler_pb2.AddAdapterResponse:
-        return scheduler_pb2.AddAdapterResponse(adapter=await self._parts.pool.add_adapter(request.name, request.path))
+    async def AddAdapter(self, request: pb.AddAdapterRequest, context: Context) -> pb.AddAdapterResponse:
+        return pb.AddAdapterResponse(adapter=await self._parts.pool.add_adapter(request.name, request.path))
 
-    async def RemoveAdapter(
-        self, request: scheduler_pb2.RemoveAdapterRequest, context: Context
-    ) -> scheduler_pb2.RemoveAdapterResponse:
-        return scheduler_pb2.RemoveAdapterResponse(was_loaded=await self._parts.pool.remove_adapter(request.name))
+    async def RemoveAdapter(self, request: pb.RemoveAdapterRequest, context: Context) -> pb.RemoveAdapterResponse:
+        return pb.RemoveAdapterResponse(was_loaded=await self._parts.pool.remove_adapter(request.name))
 
-    async def GetAdapters(
-        self, request: scheduler_pb2.GetAdaptersRequest, context: Context
-    ) -> scheduler_pb2.GetAdaptersResponse:
-        return scheduler_pb2.GetAdaptersResponse(adapters=self._parts.pool.describe_adapters())
+    async def GetAdapters(self, request: pb.GetAdaptersRequest, context: Context) -> pb.GetAdaptersResponse:
+        return pb.GetAdaptersResponse(adapters=self._parts.pool.describe_adapters())
 
-    async def ControlRollouts(
-        self, request: scheduler_pb2.ControlRolloutsRequest, context: Context
-    ) -> scheduler_pb2.ControlRolloutsResponse:
+    async def ControlRollouts(self, request: pb.ControlRolloutsRequest, context: Context) -> pb.ControlRolloutsResponse:
         return await self._parts.pool.rollouts.control(request)
 
     async def AddTensors(
@@ -154,28 +137,22 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> rollouts_pb2.PutTensorsResponse:
         return await self._parts.pool.rollouts.add_tensors(request_iterator)
 
-    async def AbortRequests(
-        self, request: scheduler_pb2.AbortRequestsRequest, context: Context
-    ) -> scheduler_pb2.AbortRequestsResponse:
+    async def AbortRequests(self, request: pb.AbortRequestsRequest, context: Context) -> pb.AbortRequestsResponse:
         aborted_ids = await self._parts.step_loop.abort(request.request_ids)
-        return scheduler_pb2.AbortRequestsResponse(aborted_ids=aborted_ids)
+        return pb.AbortRequestsResponse(aborted_ids=aborted_ids)
 
     async def GetSchedulerStatus(
-        self, request: scheduler_pb2.GetSchedulerStatusRequest, context: Context
-    ) -> scheduler_pb2.GetSchedulerStatusResponse:
+        self, request: pb.GetSchedulerStatusRequest, context: Context
+    ) -> pb.GetSchedulerStatusResponse:
         parts = self._parts
-        return scheduler_pb2.GetSchedulerStatusResponse(
+        return pb.GetSchedulerStatusResponse(
             status=describe(parts.step_loop, parts.pool, parts.index, parts.gateways.num_attached, self.address)
         )
 
-    async def GetPools(
-        self, request: scheduler_pb2.GetPoolsRequest, context: Context
-    ) -> scheduler_pb2.GetPoolsResponse:
+    async def GetPools(self, request: pb.GetPoolsRequest, context: Context) -> pb.GetPoolsResponse:
         return self._snapshots.newest(request.worker_ids)
 
-    async def GetHistory(
-        self, request: scheduler_pb2.GetHistoryRequest, context: Context
-    ) -> scheduler_pb2.GetHistoryResponse:
+    async def GetHistory(self, request: pb.GetHistoryRequest, context: Context) -> pb.GetHistoryResponse:
         step_loop = self._parts.step_loop
         if not request.request_id:
             history = history_to_proto(step_loop.events, step_loop.traces.ended, self._to_unix)
@@ -187,11 +164,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return request_to_proto(found, self._to_unix)
 
     async def InspectScheduler(
-        self, request: scheduler_pb2.InspectSchedulerRequest, context: Context
-    ) -> scheduler_pb2.InspectSchedulerResponse:
+        self, request: pb.InspectSchedulerRequest, context: Context
+    ) -> pb.InspectSchedulerResponse:
         times = request.seconds, request.hz
         if request.worker_id:
             data = await self._parts.pool.inspect(request.worker_id, request.kind, *times)
         else:
             data = await self._inspector.inspect(request.kind, *times)
-        return scheduler_pb2.InspectSchedulerResponse(data=data)
+        return pb.InspectSchedulerResponse(data=data)

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
-from quire.internal.v1 import worker_pb2, worker_pb2_grpc
+from quire.internal.v1 import worker_pb2 as pb
+from quire.internal.v1 import worker_pb2_grpc
 from quire.v1 import types_pb2
 
 from svc_common.errors import InvalidRequestError, QuireError, UnavailableError
@@ -44,7 +45,7 @@ class StepInbox:
         self._room = asyncio.Semaphore(depth)
         self._answers: asyncio.Queue[list[Answer] | Exception | None] = asyncio.Queue()
 
-    async def read(self, requests: AsyncIterator[worker_pb2.StepStreamRequest]) -> None:
+    async def read(self, requests: AsyncIterator[pb.StepStreamRequest]) -> None:
         """Submit incoming steps until the caller ends the stream or a step is refused."""
         try:
             await self._room.acquire()
@@ -59,7 +60,7 @@ class StepInbox:
         """End the stream with `error` after the answers that are owed."""
         self._answers.put_nowait(error)
 
-    async def answers(self) -> AsyncIterator[worker_pb2.StepStreamResponse]:
+    async def answers(self) -> AsyncIterator[pb.StepStreamResponse]:
         """Answers in the order of the steps. Raises the error that refused a step or ended the stream."""
         while (item := await self._answers.get()) is not None:
             if isinstance(item, Exception):
@@ -67,12 +68,12 @@ class StepInbox:
             outputs, error = await _outcome(item)
             self._room.release()
             if outputs:
-                yield worker_pb2.StepStreamResponse(output=outputs[0], then=outputs[1:])
+                yield pb.StepStreamResponse(output=outputs[0], then=outputs[1:])
             if error is not None:
                 raise error
 
 
-async def _outcome(answers: Sequence[Answer]) -> tuple[list[worker_pb2.StepOutput], Exception | None]:
+async def _outcome(answers: Sequence[Answer]) -> tuple[list[pb.StepOutput], Exception | None]:
     """Answers to the steps of a message, up to a refused step if there is one."""
     outputs = []
     for answer in answers:
@@ -118,7 +119,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._inboxes: set[StepInbox] = set()
         self._end_error: QuireError | None = None
 
-    async def Lease(self, request: worker_pb2.LeaseRequest, context: Context) -> worker_pb2.LeaseResponse:
+    async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseResponse:
         if request.protocol_version != PROTOCOL_VERSION:
             raise InvalidRequestError(
                 f"protocol_version is {request.protocol_version}, but this worker supports {PROTOCOL_VERSION}; "
@@ -129,11 +130,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise UnavailableError("the worker is draining; lease another worker")
         lease = self._executor.lease(request.scheduler_epoch, request.scheduler_id)
         log.info("leased by scheduler %s, scheduler_epoch %d", lease.scheduler_id or context.peer(), lease.epoch)
-        return worker_pb2.LeaseResponse(fence=lease.fence, next_step_id=lease.next_step_id)
+        return pb.LeaseResponse(fence=lease.fence, next_step_id=lease.next_step_id)
 
     async def StepStream(
-        self, request_iterator: AsyncIterator[worker_pb2.StepStreamRequest], context: Context
-    ) -> AsyncIterator[worker_pb2.StepStreamResponse]:
+        self, request_iterator: AsyncIterator[pb.StepStreamRequest], context: Context
+    ) -> AsyncIterator[pb.StepStreamResponse]:
         if self._end_error is not None:
             raise self._end_error
         inbox = StepInbox(self._executor, self._pipeline_depth)
@@ -148,78 +149,68 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._inboxes.discard(inbox)
             await cancel(reader)
 
-    async def StepBatch(self, request: worker_pb2.StepBatchRequest, context: Context) -> worker_pb2.StepBatchResponse:
+    async def StepBatch(self, request: pb.StepBatchRequest, context: Context) -> pb.StepBatchResponse:
         (answer,) = self._executor.submit((request.batch,))
-        return worker_pb2.StepBatchResponse(output=await asyncio.shield(answer))
+        return pb.StepBatchResponse(output=await asyncio.shield(answer))
 
-    async def ListBlocks(
-        self, request: worker_pb2.ListBlocksRequest, context: Context
-    ) -> AsyncIterator[worker_pb2.ListBlocksResponse]:
+    async def ListBlocks(self, request: pb.ListBlocksRequest, context: Context) -> AsyncIterator[pb.ListBlocksResponse]:
         for response in await self._executor.list_blocks(request.fence):
             yield response
 
-    async def FetchBlocks(
-        self, request: worker_pb2.FetchBlocksRequest, context: Context
-    ) -> worker_pb2.FetchBlocksResponse:
+    async def FetchBlocks(self, request: pb.FetchBlocksRequest, context: Context) -> pb.FetchBlocksResponse:
         return await self._blocks.fetch(request)
 
-    async def WatchTier(
-        self, request: worker_pb2.WatchTierRequest, context: Context
-    ) -> AsyncIterator[worker_pb2.WatchTierResponse]:
+    async def WatchTier(self, request: pb.WatchTierRequest, context: Context) -> AsyncIterator[pb.WatchTierResponse]:
         async for response in self._blocks.watch(request):
             yield response
 
-    async def ReadBlocks(self, request: worker_pb2.ReadBlocksRequest, context: Context) -> AsyncIterator[Any]:
+    async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Context) -> AsyncIterator[Any]:
         async for response in self._blocks.read(request):
             yield response
 
     async def LoadWorkerAdapter(
-        self, request: worker_pb2.LoadWorkerAdapterRequest, context: Context
-    ) -> worker_pb2.LoadWorkerAdapterResponse:
+        self, request: pb.LoadWorkerAdapterRequest, context: Context
+    ) -> pb.LoadWorkerAdapterResponse:
         self._executor.check_fence(request.fence)
         entry = await self._adapters.load(request.name, request.path)
-        return worker_pb2.LoadWorkerAdapterResponse(adapter=adapters_to_proto([entry])[0])
+        return pb.LoadWorkerAdapterResponse(adapter=adapters_to_proto([entry])[0])
 
     async def UnloadWorkerAdapter(
-        self, request: worker_pb2.UnloadWorkerAdapterRequest, context: Context
-    ) -> worker_pb2.UnloadWorkerAdapterResponse:
+        self, request: pb.UnloadWorkerAdapterRequest, context: Context
+    ) -> pb.UnloadWorkerAdapterResponse:
         self._executor.check_fence(request.fence)
-        return worker_pb2.UnloadWorkerAdapterResponse(was_loaded=await self._adapters.unload(request.name))
+        return pb.UnloadWorkerAdapterResponse(was_loaded=await self._adapters.unload(request.name))
 
     async def SwapWorkerAdapter(
-        self, request: worker_pb2.SwapWorkerAdapterRequest, context: Context
-    ) -> worker_pb2.SwapWorkerAdapterResponse:
+        self, request: pb.SwapWorkerAdapterRequest, context: Context
+    ) -> pb.SwapWorkerAdapterResponse:
         self._executor.check_fence(request.fence)
         await self._adapters.swap(request.digest, request.kept)
-        return worker_pb2.SwapWorkerAdapterResponse()
+        return pb.SwapWorkerAdapterResponse()
 
-    async def ChangeWeights(
-        self, request: worker_pb2.ChangeWeightsRequest, context: Context
-    ) -> worker_pb2.ChangeWeightsResponse:
+    async def ChangeWeights(self, request: pb.ChangeWeightsRequest, context: Context) -> pb.ChangeWeightsResponse:
         return await self._weights.change(request)
 
     async def WriteTensors(
-        self, request_iterator: AsyncIterator[worker_pb2.WriteTensorsRequest], context: Context
-    ) -> worker_pb2.WriteTensorsResponse:
+        self, request_iterator: AsyncIterator[pb.WriteTensorsRequest], context: Context
+    ) -> pb.WriteTensorsResponse:
         await self._weights.write(request_iterator)
-        return worker_pb2.WriteTensorsResponse()
+        return pb.WriteTensorsResponse()
 
-    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         if not 0 <= request.timeout_s < float("inf"):
             raise InvalidRequestError(f"timeout_s is {request.timeout_s}, expected 0 or more", field="timeout_s")
-        return worker_pb2.DrainResponse(rows_left=await self._drain(request.timeout_s))
+        return pb.DrainResponse(rows_left=await self._drain(request.timeout_s))
 
     async def GetWorkerBundle(
-        self, request: worker_pb2.GetWorkerBundleRequest, context: Context
-    ) -> AsyncIterator[worker_pb2.GetWorkerBundleResponse]:
+        self, request: pb.GetWorkerBundleRequest, context: Context
+    ) -> AsyncIterator[pb.GetWorkerBundleResponse]:
         for data in pieces(self._bundle.data, BUNDLE_PIECE_BYTES):
-            yield worker_pb2.GetWorkerBundleResponse(data=data)
+            yield pb.GetWorkerBundleResponse(data=data)
 
-    async def InspectWorker(
-        self, request: worker_pb2.InspectWorkerRequest, context: Context
-    ) -> worker_pb2.InspectWorkerResponse:
+    async def InspectWorker(self, request: pb.InspectWorkerRequest, context: Context) -> pb.InspectWorkerResponse:
         data = await self._inspector.inspect(request.kind, request.seconds, request.hz)
-        return worker_pb2.InspectWorkerResponse(data=data)
+        return pb.InspectWorkerResponse(data=data)
 
     def end_streams(self, error: QuireError) -> None:
         """End every open StepStream with `error` after the answers that it still owes; end later streams at once."""

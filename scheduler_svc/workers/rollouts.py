@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from quire.internal.v1 import scheduler_pb2
-from quire.v1 import rollouts_pb2
+from quire.v1 import rollouts_pb2 as pb
 
 from scheduler_svc.core.admission.barrier import Hold, HoldMode
 from scheduler_svc.step_loop import StepLoop
@@ -18,11 +18,11 @@ Request = scheduler_pb2.ControlRolloutsRequest
 Response = scheduler_pb2.ControlRolloutsResponse
 
 MODES = {
-    rollouts_pb2.PAUSE_MODE_UNSPECIFIED: HoldMode.KEEP,
-    rollouts_pb2.PAUSE_MODE_KEEP: HoldMode.KEEP,
-    rollouts_pb2.PAUSE_MODE_RETRACT: HoldMode.RETRACT,
-    rollouts_pb2.PAUSE_MODE_ABORT: HoldMode.ABORT,
-    rollouts_pb2.PAUSE_MODE_FINISH: HoldMode.FINISH,
+    pb.PAUSE_MODE_UNSPECIFIED: HoldMode.KEEP,
+    pb.PAUSE_MODE_KEEP: HoldMode.KEEP,
+    pb.PAUSE_MODE_RETRACT: HoldMode.RETRACT,
+    pb.PAUSE_MODE_ABORT: HoldMode.ABORT,
+    pb.PAUSE_MODE_FINISH: HoldMode.FINISH,
 }
 MAX_PAUSES = 64
 
@@ -41,7 +41,7 @@ class Rollouts:
         match request.WhichOneof("call"):
             case "begin":
                 version = weights.begin(request.begin.update_id, request.begin.version)
-                return Response(begin=rollouts_pb2.BeginUpdateResponse(version=version))
+                return Response(begin=pb.BeginUpdateResponse(version=version))
             case "prepare":
                 await weights.prepare(request.prepare.update_id, request.prepare.digest)
             case "commit":
@@ -63,14 +63,12 @@ class Rollouts:
                 raise InvalidRequestError("call is not set", field="call")
         return Response(weights=self._describe())
 
-    async def add_tensors(
-        self, requests: AsyncIterator[rollouts_pb2.PutTensorsRequest]
-    ) -> rollouts_pb2.PutTensorsResponse:
+    async def add_tensors(self, requests: AsyncIterator[pb.PutTensorsRequest]) -> pb.PutTensorsResponse:
         """Add a file of tensors to an update: one that the workers have, or one that arrives."""
         stream = aiter(requests)
         first = await first_of(stream, "update_id")
         if first.path:
-            return rollouts_pb2.PutTensorsResponse(tensors=await self.weights.put(first.update_id, first.path))
+            return pb.PutTensorsResponse(tensors=await self.weights.put(first.update_id, first.path))
 
         async def pieces() -> AsyncIterator[bytes]:
             yield first.data
@@ -78,12 +76,12 @@ class Rollouts:
                 yield request.data
 
         try:
-            return rollouts_pb2.PutTensorsResponse(tensors=await self.weights.write(first.update_id, pieces()))
+            return pb.PutTensorsResponse(tensors=await self.weights.write(first.update_id, pieces()))
         except QuireError:
             await read_rest(stream)
             raise
 
-    async def _pause(self, request: rollouts_pb2.PauseRequest) -> rollouts_pb2.PauseResponse:
+    async def _pause(self, request: pb.PauseRequest) -> pb.PauseResponse:
         check_name(request.pause_id, "pause_id")
         mode = MODES.get(request.mode)
         if mode is None:
@@ -95,22 +93,20 @@ class Rollouts:
         samples = (await asyncio.shield(self._pauses[request.pause_id])).samples
         if samples is None:
             raise AbortedError(f"pause {request.pause_id!r} was ended before all workers had stopped; begin it again")
-        return rollouts_pb2.PauseResponse(
+        return pb.PauseResponse(
             samples=[
-                rollouts_pb2.PausedSample(
-                    request_id=one.request_id, index=one.index, num_output_tokens=one.num_output_tokens
-                )
+                pb.PausedSample(request_id=one.request_id, index=one.index, num_output_tokens=one.num_output_tokens)
                 for one in samples
             ]
         )
 
-    def _unpause(self, pause_id: str) -> rollouts_pb2.UnpauseResponse:
+    def _unpause(self, pause_id: str) -> pb.UnpauseResponse:
         for name in [pause_id] if pause_id else list(self._pauses):
             if self._pauses.pop(name, None) is not None:
                 self._step_loop.release(f"pause:{name}")
-        return rollouts_pb2.UnpauseResponse(pause_ids=sorted(self._pauses))
+        return pb.UnpauseResponse(pause_ids=sorted(self._pauses))
 
-    def _describe(self) -> rollouts_pb2.GetWeightsResponse:
+    def _describe(self) -> pb.GetWeightsResponse:
         response = self.weights.describe()
         response.pause_ids.extend(sorted(self._pauses))
         return response

@@ -26,7 +26,8 @@ from typing import Any
 
 import xxhash
 from quire.internal.v1 import worker_pb2
-from quire.v1 import rollouts_pb2, types_pb2
+from quire.v1 import rollouts_pb2 as pb
+from quire.v1 import types_pb2
 
 from prefix_index.index import PrefixIndex
 from scheduler_svc.core.admission.barrier import Hold, HoldMode
@@ -84,8 +85,8 @@ class OpenUpdate:
     update_id: str
     version: int
     files: list[str] = field(default_factory=list)
-    tensors: dict[str, rollouts_pb2.TensorChecksum] = field(default_factory=dict)
-    committing: asyncio.Task[rollouts_pb2.CommitUpdateResponse] | None = None
+    tensors: dict[str, pb.TensorChecksum] = field(default_factory=dict)
+    committing: asyncio.Task[pb.CommitUpdateResponse] | None = None
 
     @property
     def digest(self) -> str:
@@ -117,7 +118,7 @@ class Weights:
         self._num_holds = 0
         self._sleep: asyncio.Future[Hold] | None = None  # the hold of all that sleeps
         self._update: OpenUpdate | None = None
-        self._newest: tuple[str, rollouts_pb2.CommitUpdateResponse] | None = None  # the last commit
+        self._newest: tuple[str, pb.CommitUpdateResponse] | None = None  # the last commit
         self._members: dict[str, LeasedWorker] = {}
         self._info = types_pb2.ModelInfo()  # of the worker that joined last
         self._turn = asyncio.Lock()  # of those that change the weights of workers
@@ -221,7 +222,7 @@ class Weights:
         log.info("update %s begins: version %d", update_id, self._update.version)
         return self._update.version
 
-    async def put(self, update_id: str, path: str) -> list[rollouts_pb2.TensorChecksum]:
+    async def put(self, update_id: str, path: str) -> list[pb.TensorChecksum]:
         """Add a file below the workers' --weights-dir. All workers must read the same tensors from it."""
         update = self._open(update_id)
         if not path:
@@ -237,14 +238,14 @@ class Weights:
                 "workers share",
                 field="path",
             )
-        tensors: list[rollouts_pb2.TensorChecksum] = next(iter(found.values()))
+        tensors: list[pb.TensorChecksum] = next(iter(found.values()))
         if self._update is not update:
             raise InvalidRequestError(f"update {update_id!r} has ended", field="update_id")
         update.files.append(path)
         update.tensors |= {one.name: one for one in tensors}
         return tensors
 
-    async def write(self, update_id: str, pieces: AsyncIterator[bytes]) -> list[rollouts_pb2.TensorChecksum]:
+    async def write(self, update_id: str, pieces: AsyncIterator[bytes]) -> list[pb.TensorChecksum]:
         """Add a file whose bytes arrive. One worker writes it to the folder that all share."""
         update = self._open(update_id)
         link = next(iter(self._members.values()), None)
@@ -265,17 +266,15 @@ class Weights:
             await self._ask_all(lambda link: self._calls(link).drop(), is_needed=False)
             raise
 
-    async def commit(
-        self, update_id: str, digest: str, rows: rollouts_pb2.RunningRows.ValueType
-    ) -> rollouts_pb2.CommitUpdateResponse:
+    async def commit(self, update_id: str, digest: str, rows: pb.RunningRows.ValueType) -> pb.CommitUpdateResponse:
         """Compute with the new weights. A commit that has begun comes to an end, even if the caller leaves."""
         is_open = self._update is not None and self._update.update_id == update_id
         if not is_open and self._newest is not None and self._newest[0] == update_id:
             return self._newest[1]  # a retry
         update = self._open(update_id)
-        if rows not in rollouts_pb2.RunningRows.values():
+        if rows not in pb.RunningRows.values():
             raise InvalidRequestError(f"running_rows is {rows}, which is not a value", field="running_rows")
-        is_retiring = rows == rollouts_pb2.RUNNING_ROWS_RETIRE
+        is_retiring = rows == pb.RUNNING_ROWS_RETIRE
         if is_retiring and any(not holder.startswith(HOLDER) for holder in self._step_loop.core.barrier.holders):
             raise InvalidRequestError(
                 "running_rows is RETIRE, but no row runs on during a pause; end the pause, or choose another value",
@@ -287,11 +286,9 @@ class Weights:
             update.committing.add_done_callback(_retrieved)
         return await asyncio.shield(update.committing)
 
-    async def _commit(
-        self, update: OpenUpdate, rows: rollouts_pb2.RunningRows.ValueType
-    ) -> rollouts_pb2.CommitUpdateResponse:
-        mode = HoldMode.FINISH if rows == rollouts_pb2.RUNNING_ROWS_RETIRE else HoldMode.KEEP
-        keeps_kv = rows == rollouts_pb2.RUNNING_ROWS_KEEP
+    async def _commit(self, update: OpenUpdate, rows: pb.RunningRows.ValueType) -> pb.CommitUpdateResponse:
+        mode = HoldMode.FINISH if rows == pb.RUNNING_ROWS_RETIRE else HoldMode.KEEP
+        keeps_kv = rows == pb.RUNNING_ROWS_KEEP
         try:
             num_rows = await self._held(mode, lambda: self._decide_and_switch(update, keeps_kv=keeps_kv))
         except BaseException:
@@ -301,9 +298,7 @@ class Weights:
             raise
         self.num_updates += 1
         self._update = None
-        response = rollouts_pb2.CommitUpdateResponse(
-            weights=self.weights, num_rows=num_rows, num_workers=len(self._members)
-        )
+        response = pb.CommitUpdateResponse(weights=self.weights, num_rows=num_rows, num_workers=len(self._members))
         self._newest = update.update_id, response
         return response
 
@@ -490,9 +485,9 @@ class Weights:
             weights_digest=info.weights_digest,
         )
 
-    def describe(self) -> rollouts_pb2.GetWeightsResponse:
+    def describe(self) -> pb.GetWeightsResponse:
         """The weights in use, and the open update."""
-        response = rollouts_pb2.GetWeightsResponse(
+        response = pb.GetWeightsResponse(
             weights=self.weights, num_workers=len(self._members), asleep=sorted(self.asleep)
         )
         if (update := self._update) is not None:
