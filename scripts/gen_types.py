@@ -63,7 +63,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, TypedDict
 
-from quire_client.images import Image
+from quire_client.inputs import Image
 
 
 class RequestOptions(TypedDict, total=False):
@@ -114,7 +114,7 @@ MODULES = (
     Module(
         "client/quire_client/results.py",
         "Results of calls that have the fields of a message.",
-        "from quire_client.images import Image\nfrom quire_client.plain import Result, TokenCounts\n",
+        "from quire_client.inputs import Image\nfrom quire_client.plain import Result, TokenCounts\n",
         (
             Copy("ToolCall"),
             Copy("ToolCallPart", "ToolCallDelta"),

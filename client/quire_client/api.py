@@ -1,7 +1,6 @@
 """All public names of the SDK. `quire_client` exports them."""
 
 from quire_client.aio import AsyncClient, AsyncGenerateStream, AsyncSession
-from quire_client.audio import Audio
 from quire_client.connection.tls import Tls
 from quire_client.embeddings import PromptEmbeddings
 from quire_client.errors import (
@@ -25,7 +24,7 @@ from quire_client.errors import (
     UnexpectedOutput,
     Unimplemented,
 )
-from quire_client.images import Image
+from quire_client.inputs import Audio, Image
 from quire_client.requests.chat import ChatOptions
 from quire_client.requests.generate import GenerateOptions
 from quire_client.retry import RetryPolicy

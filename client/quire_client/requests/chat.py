@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from quire.v1 import inference_pb2 as pb
 
 from quire_client.errors import invalid
-from quire_client.images import Image, encoded_image
+from quire_client.inputs import Image, encoded_image
 from quire_client.types import Message, ToolCall
 
 MessageLike = Message | Mapping[str, Any] | tuple[str, str]

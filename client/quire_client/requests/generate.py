@@ -10,9 +10,9 @@ from typing import Any
 from google.protobuf.message import Message as ProtoMessage
 from quire.v1 import inference_pb2 as pb
 
-from quire_client.audio import Audio
 from quire_client.embeddings import PromptEmbeddings
 from quire_client.errors import invalid
+from quire_client.inputs import Audio
 from quire_client.options import RequestOptions
 from quire_client.requests.chat import ChatOptions, Messages, fill_chat, read_image
 from request_fields.fields import FIELDS, Field, Kind

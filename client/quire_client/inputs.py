@@ -1,4 +1,4 @@
-"""Images of chats and prompts."""
+"""Prompts and parts of prompts that are not text: images and speech."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +38,21 @@ def encoded_image(part: Mapping[str, Any]) -> Any:
         return None
     url = part["image_url"]
     return url["url"] if isinstance(url, Mapping) else url
+
+
+@dataclass(frozen=True, slots=True)
+class Audio:
+    """An audio file (WAV, MP3, M4A, OGG, WebM, FLAC), or samples without a header: mono, with the sampling rate of the
+    model (16000 for Whisper).
+
+        await client.generate(Audio(Path("speech.wav").read_bytes(), language="en"))
+
+    `language`: code of the spoken language; None: the model detects it. `task` translate: the text is in English.
+    `prompt`: text that precedes the speech, for names and style.
+    """
+
+    data: bytes
+    format: Literal["wav", "pcm_f32"] = "wav"
+    language: str | None = None
+    task: Literal["transcribe", "translate"] | None = None
+    prompt: str | None = None
