@@ -16,6 +16,7 @@ its result, in a fraction of the bytes.
 from __future__ import annotations
 
 import io
+import re
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,8 @@ PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImag
 LEVELS = 256
 MAX_RATIO = 200  # of the sides; the processors refuse more, but only after decoding
 MAX_SCANS = 64  # of a JPEG; each takes the time of a whole image, and encoders make about 10
-SCAN = b"\xff\xda"  # a marker; compressed data has no 0xff before another byte than 0 and restarts
+JPEG, SCAN, END = b"\xff\xd8", b"\xda", b"\xd9"  # the first bytes, and codes of markers
+MARKER = re.compile(rb"\xff([^\x00\x01\xff\xd0-\xd8])")  # begins a segment; compressed data has none
 
 
 class BadImageError(ValueError):
@@ -120,7 +122,7 @@ def _decoded(data: bytes, max_pixels: int) -> Image.Image:
                 )
             if max(width, height) > MAX_RATIO * min(width, height):
                 raise BadImageError(f"has {width} x {height} pixels; one side may be {MAX_RATIO} times the other")
-            if image.format == "JPEG" and (num_scans := data.count(SCAN)) > MAX_SCANS:
+            if data.startswith(JPEG) and (num_scans := _num_scans(data)) > MAX_SCANS:
                 raise BadImageError(f"has {num_scans} scans; at most {MAX_SCANS} are allowed: send a baseline JPEG")
             image.load()
             return _opaque(ImageOps.exif_transpose(image))
@@ -130,6 +132,15 @@ def _decoded(data: bytes, max_pixels: int) -> Image.Image:
         raise
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, OverflowError) as error:  # Pillow's errors
         raise BadImageError(f"is damaged: {type(error).__name__}: {error}") from None
+
+
+def _num_scans(data: bytes) -> int:
+    """Number of scans of a JPEG: of its first image if it has several, without previews and what phones append."""
+    count, found = 0, MARKER.search(data)
+    while found is not None and found[1] != END:
+        count += found[1] == SCAN
+        found = MARKER.search(data, found.end() + int.from_bytes(data[found.end() : found.end() + 2]))
+    return count
 
 
 def _opaque(image: Image.Image) -> Image.Image:

@@ -101,11 +101,12 @@ async def test_16_bits_of_grey_are_scaled(preparer: ImagePreparer) -> None:
     assert found.data == expected.data
 
 
-def many_scans(num_scans: int) -> bytes:
+def many_scans(num_scans: int, form: str = "JPEG", **options: object) -> bytes:
     """A progressive JPEG whose last scan is repeated."""
-    data = encoded(picture(64, 64), "JPEG", progressive=True)
-    last = data.rindex(b"\xff\xda")
-    return data[:last] + data[last:-2] * num_scans + data[-2:]
+    data = encoded(picture(64, 64), form, progressive=True, **options)
+    end = data.index(b"\xff\xd9")
+    last = data.rindex(b"\xff\xda", 0, end)
+    return data[:last] + data[last:end] * num_scans + data[end:]
 
 
 BAD = {
@@ -117,7 +118,16 @@ BAD = {
     "other format": (encoded(picture(20, 20), "BMP"), "is not an image in one of the formats"),
     "ratio": (bomb(900_000, 1)[:60], "has 900000 x 1 pixels; one side may be 200 times the other"),
     "scans": (many_scans(5000), r"has 50\d\d scans; at most 64 are allowed"),
-}
+    "scans of several images": (
+        many_scans(5000, "MPO", save_all=True, append_images=[picture(8, 8)]), r"has 50\d\d scans; at most 64",
+    ),
+}  # fmt: skip
+
+
+async def test_what_a_phone_appends_to_a_photo_has_no_scans(preparer: ImagePreparer) -> None:
+    photo = encoded(picture(64, 64), "JPEG")
+    found = await preparer.prepare(given(photo, photo + b"\xff\xda" * 100), image_model(PREPROCESSOR))
+    assert found[0].data == found[1].data
 
 
 async def test_a_bad_image_is_the_callers_error(preparer: ImagePreparer) -> None:
