@@ -1,4 +1,4 @@
-"""InferenceService and SessionService: maps RPCs that clients call to the pipelines. Methods raise QuireError, which
+"""InferenceService and SessionService: maps RPCs that clients call to the pipelines. Methods raise ServiceError, which
 an interceptor turns into a gRPC status.
 """
 

@@ -13,7 +13,7 @@ from scheduler_svc.core.errors import (
     SchedulerError,
     UnreachableDeadlineError,
 )
-from svc_common.errors import AlreadyExistsError, InvalidRequestError, OverloadedError, QuireError, UnavailableError
+from svc_common.errors import AlreadyExistsError, InvalidRequestError, OverloadedError, ServiceError, UnavailableError
 
 RETRY_NO_WORKER_S = 1.0
 RETRY_STOPPING_S = 1.0
@@ -38,7 +38,7 @@ class RetryAdvice:
         return min(MAX_RETRY_S, max(MIN_RETRY_S, max(1.0, num_waiting / 30) / rate))
 
 
-def refusal_from(error: SchedulerError, queue_retry_s: Callable[[], float]) -> QuireError:
+def refusal_from(error: SchedulerError, queue_retry_s: Callable[[], float]) -> ServiceError:
     """The core's error as the service's error. `queue_retry_s` gives the seconds until a full queue may have room."""
     if isinstance(error, QueueFullError):
         return OverloadedError(str(error), retry_after_s=queue_retry_s())
@@ -50,4 +50,4 @@ def refusal_from(error: SchedulerError, queue_retry_s: Callable[[], float]) -> Q
         return InvalidRequestError(str(error), field=error.field)
     if isinstance(error, DuplicateRequestError):
         return AlreadyExistsError(str(error), field="request_id")
-    return QuireError(str(error))
+    return ServiceError(str(error))

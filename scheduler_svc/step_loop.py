@@ -35,7 +35,7 @@ from scheduler_svc.metrics import SchedulerTimes
 from scheduler_svc.refusals import RETRY_NO_WORKER_S, RETRY_STOPPING_S, RetryAdvice, refusal_from
 from scheduler_svc.request_traces import RequestTraces, log_finished, log_queued
 from step_protocol.messages import StepBatch, StepOutput
-from svc_common.errors import AlreadyExistsError, QuireError, UnavailableError
+from svc_common.errors import AlreadyExistsError, ServiceError, UnavailableError
 from svc_common.flush import FlushTimer
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Lenders(Protocol):
 class GatewayLink(Protocol):
     """Sends replies and deltas to one gateway."""
 
-    def reply(self, handle: int, error: QuireError | None) -> None:
+    def reply(self, handle: int, error: ServiceError | None) -> None:
         """Reply to one Submit: queued (None) or refused."""
 
     def deliver(self, deltas: Deltas) -> None:
@@ -136,7 +136,7 @@ class StepLoop:
         self._wake = asyncio.Event()
         self._alarm = FlushTimer(self._wake.set)  # a turn that needs no event: the core has something due
         self._idle = asyncio.Event()
-        self._refusal: QuireError | None = None
+        self._refusal: ServiceError | None = None
         self._advice = RetryAdvice()
         self._is_stopped = False
         self.times = SchedulerTimes()
@@ -391,7 +391,7 @@ class StepLoop:
         self.traces.begin(group, self._now)
         try:
             self._add(group)
-        except QuireError as error:
+        except ServiceError as error:
             self.times.refusals[error.code.name] += 1
             self.events.add(self._now, f"requests refused: {error.code.name}", count=1)
             self.traces.refuse(group, error.code.name, self._now)
@@ -399,8 +399,8 @@ class StepLoop:
         except Exception:
             # One request must not end the scheduler: its gateway would then send it to the next scheduler.
             log.exception("request %s: the core failed to add it", group.request_id)
-            self.traces.refuse(group, QuireError.code.name, self._now)
-            link.reply(group.handle, QuireError("internal error while queueing the request; see the scheduler's log"))
+            self.traces.refuse(group, ServiceError.code.name, self._now)
+            link.reply(group.handle, ServiceError("internal error while queueing the request; see the scheduler's log"))
         else:
             link.reply(group.handle, None)
 

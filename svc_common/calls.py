@@ -25,7 +25,7 @@ T = TypeVar("T")
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # generic for type checkers only
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 # Both get the method without the first slash. `Admit` checks the caller before its request is received; it raises
-# QuireError, or returns the sender for `Intake`: empty for a caller that needs no credentials.
+# ServiceError, or returns the sender for `Intake`: empty for a caller that needs no credentials.
 OnCall = Callable[[str, Context], None]
 Admit = Callable[[str, Context], Awaitable[str]]
 PROBES = "grpc.health.v1.Health/"
@@ -65,7 +65,7 @@ class RpcStats:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Converts a QuireError to its status, and any other exception to INTERNAL and an error log. Counts in `stats`.
+    """Converts a ServiceError to its status, and any other exception to INTERNAL and an error log. Counts in `stats`.
 
     A call takes these steps: `admit`, which checks the caller and returns the sender for `intake`; `on_call`, also if
     the caller is refused; then its request is received, and checked before it is decoded. `max_bytes`: limits of some

@@ -1,6 +1,6 @@
 """Errors that a client may see, with their gRPC codes and HTTP statuses.
 
-    QuireError                  INTERNAL             500  a bug in the service
+    ServiceError                  INTERNAL             500  a bug in the service
       InvalidRequestError       INVALID_ARGUMENT     400  the caller's mistake: field, value, limit
         ContextLengthError      INVALID_ARGUMENT     400  prompt and output exceed the model's length
       NotFoundError             NOT_FOUND            404  no such model or request
@@ -40,7 +40,7 @@ IN_DETAILS = 2 * 4 / 3
 TRAILER_BYTES = [(1 if 0x20 <= byte < 0x7F and byte != ord("%") else 3) + IN_DETAILS for byte in range(256)]
 
 
-class QuireError(Exception):
+class ServiceError(Exception):
     """Base of all errors that a client may see. `field` is the invalid request field, if any."""
 
     code = grpc.StatusCode.INTERNAL
@@ -53,7 +53,7 @@ class QuireError(Exception):
         self.retry_after_s = retry_after_s
 
 
-class InvalidRequestError(QuireError):
+class InvalidRequestError(ServiceError):
     code = grpc.StatusCode.INVALID_ARGUMENT
     http_status = 400
 
@@ -66,22 +66,22 @@ class ContextLengthError(InvalidRequestError):
         self.limit = limit
 
 
-class NotFoundError(QuireError):
+class NotFoundError(ServiceError):
     code = grpc.StatusCode.NOT_FOUND
     http_status = 404
 
 
-class AlreadyExistsError(QuireError):
+class AlreadyExistsError(ServiceError):
     code = grpc.StatusCode.ALREADY_EXISTS
     http_status = 409
 
 
-class OverloadedError(QuireError):
+class OverloadedError(ServiceError):
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     http_status = 429
 
 
-class UnavailableError(QuireError):
+class UnavailableError(ServiceError):
     code = grpc.StatusCode.UNAVAILABLE
     http_status = 503
 
@@ -90,7 +90,7 @@ class RecordsUnavailableError(UnavailableError):
     """The storage of request records cannot be used now."""
 
 
-class DeadlineError(QuireError):
+class DeadlineError(ServiceError):
     code = grpc.StatusCode.DEADLINE_EXCEEDED
     http_status = 408
 
@@ -99,45 +99,45 @@ class LateRequestError(DeadlineError):
     """The request itself did not arrive in time."""
 
 
-class TakenOverError(QuireError):
+class TakenOverError(ServiceError):
     code = grpc.StatusCode.ABORTED
     http_status = 409
 
 
-class AbortedError(QuireError):
+class AbortedError(ServiceError):
     code = grpc.StatusCode.ABORTED
     http_status = 409
 
 
-class UnauthenticatedError(QuireError):
+class UnauthenticatedError(ServiceError):
     code = grpc.StatusCode.UNAUTHENTICATED
     http_status = 401
 
 
-class PermissionDeniedError(QuireError):
+class PermissionDeniedError(ServiceError):
     code = grpc.StatusCode.PERMISSION_DENIED
     http_status = 403
 
 
-class UnimplementedError(QuireError):
+class UnimplementedError(ServiceError):
     code = grpc.StatusCode.UNIMPLEMENTED
     http_status = 400
 
 
-class NotConfiguredError(QuireError):
+class NotConfiguredError(ServiceError):
     code = grpc.StatusCode.FAILED_PRECONDITION
     http_status = 400
 
 
-class StaleEpochError(QuireError):
+class StaleEpochError(ServiceError):
     code = grpc.StatusCode.FAILED_PRECONDITION
     http_status = 503
 
 
-BY_CODE: dict[int, type[QuireError]] = {
+BY_CODE: dict[int, type[ServiceError]] = {
     kind.code.value[0]: kind
     for kind in (
-        QuireError,
+        ServiceError,
         InvalidRequestError,
         NotFoundError,
         AlreadyExistsError,
@@ -151,12 +151,12 @@ BY_CODE: dict[int, type[QuireError]] = {
 }
 
 
-def error_from_code(code: int, message: str, *, field: str = "", retry_after_s: float | None = None) -> QuireError:
+def error_from_code(code: int, message: str, *, field: str = "", retry_after_s: float | None = None) -> ServiceError:
     """The error of another service, from the number of its gRPC status code."""
-    return BY_CODE.get(code, QuireError)(message, field=field, retry_after_s=retry_after_s)
+    return BY_CODE.get(code, ServiceError)(message, field=field, retry_after_s=retry_after_s)
 
 
-def error_of_call(error: Any, words: str) -> QuireError:
+def error_of_call(error: Any, words: str) -> ServiceError:
     """The error with which a call to another service has failed, with its field. `words` come before its message."""
     found = ""
     for key, value in error.trailing_metadata() or ():
@@ -173,7 +173,7 @@ def _field_of(details: bytes) -> str:
     return ""
 
 
-def status_metadata(error: QuireError) -> tuple[tuple[str, str | bytes], ...]:
+def status_metadata(error: ServiceError) -> tuple[tuple[str, str | bytes], ...]:
     """Trailing metadata of an error: google.rpc details, and the retry pushback that gRPC clients understand."""
     status = Status(code=error.code.value[0], message=error.message)
     if error.field:
@@ -202,14 +202,14 @@ def _pack(status: Status, detail: Any) -> None:
     status.details.append(packed)
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: QuireError) -> NoReturn:
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> NoReturn:
     """End the call with the error's code, message and details."""
     await context.abort(error.code, error.message, trailing_metadata=status_metadata(error))
 
 
-def shown_error(method: str, error: Exception) -> QuireError:
-    """The error that a client gets: a QuireError unchanged; anything else becomes INTERNAL and an error log."""
-    if isinstance(error, QuireError):
+def shown_error(method: str, error: Exception) -> ServiceError:
+    """The error that a client gets: a ServiceError unchanged; anything else becomes INTERNAL and an error log."""
+    if isinstance(error, ServiceError):
         return error
     log.error("%s failed", method, exc_info=error)
-    return QuireError(f"internal error in {method}: {type(error).__name__}; see the server's log")
+    return ServiceError(f"internal error in {method}: {type(error).__name__}; see the server's log")

@@ -33,7 +33,7 @@ from prefix_index.hashing import layout_digest
 from request_fields.sizes import blocks_before
 from step_protocol.columns import U32, WireError, u32_from_bytes
 from step_protocol.messages import StepBatch
-from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
+from svc_common.errors import InvalidRequestError, ServiceError, StaleEpochError, UnavailableError
 from svc_common.memory import keep_freed_memory
 from svc_common.observe.metrics import Row
 from svc_common.tasks import cancel, one_ahead
@@ -601,13 +601,13 @@ class WorkerBlocks:
         if store is None:
             raise UnavailableError("this worker has no tier; start it with --kv-host-memory or --kv-disk")
         loop, has_changed, changes = asyncio.get_running_loop(), asyncio.Event(), dict[bytes, str | None]()
-        end: list[QuireError] = []
+        end: list[ServiceError] = []
 
         def change(digest: bytes, tier: str | None) -> None:
             changes[digest] = tier
             has_changed.set()
 
-        def end_watch(error: QuireError) -> None:
+        def end_watch(error: ServiceError) -> None:
             end.append(error)
             has_changed.set()
 

@@ -12,7 +12,7 @@ from quire.internal.v1 import worker_pb2 as pb
 from quire.internal.v1 import worker_pb2_grpc
 from quire.v1 import types_pb2
 
-from svc_common.errors import InvalidRequestError, QuireError, UnavailableError
+from svc_common.errors import InvalidRequestError, ServiceError, UnavailableError
 from svc_common.observe.inspection import Inspector
 from svc_common.serve import open_channel
 from svc_common.tasks import cancel
@@ -117,7 +117,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._inspector = inspector
         self._pipeline_depth = pipeline_depth
         self._inboxes: set[StepInbox] = set()
-        self._end_error: QuireError | None = None
+        self._end_error: ServiceError | None = None
 
     async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseResponse:
         if request.protocol_version != PROTOCOL_VERSION:
@@ -212,7 +212,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         data = await self._inspector.inspect(request.kind, request.seconds, request.hz)
         return pb.InspectWorkerResponse(data=data)
 
-    def end_streams(self, error: QuireError) -> None:
+    def end_streams(self, error: ServiceError) -> None:
         """End every open StepStream with `error` after the answers that it still owes; end later streams at once."""
         self._end_error = error
         for inbox in self._inboxes:

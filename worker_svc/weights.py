@@ -15,7 +15,7 @@ from quire.internal.v1 import worker_pb2
 from quire.v1 import rollouts_pb2, types_pb2
 
 from svc_common.calls import first_of, read_rest
-from svc_common.errors import InvalidRequestError, NotConfiguredError, QuireError
+from svc_common.errors import InvalidRequestError, NotConfiguredError, ServiceError
 from worker_svc.adapters import found_below
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.config import EngineInfo, StagedWeights
@@ -138,7 +138,7 @@ class WorkerWeights:
         """Write a file whose bytes arrive. It appears when it is complete."""
         try:
             await self._write(requests)
-        except QuireError:
+        except ServiceError:
             await read_rest(requests)
             raise
 

@@ -14,7 +14,7 @@ from gateway_svc.callers.caller import scoped
 from gateway_svc.operators.audit.entry import record_generation
 from gateway_svc.request.threads import RETRY_FULL_S
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
-from svc_common.errors import AlreadyExistsError, OverloadedError, QuireError, TakenOverError, UnavailableError
+from svc_common.errors import AlreadyExistsError, OverloadedError, ServiceError, TakenOverError, UnavailableError
 from svc_common.observe.logs import current_request_id
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class OpenStream:
         self.meter = meter
         self._requests: list[SchedulerRequest] = []
         self.is_aborted = False
-        self._error: QuireError | None = None
+        self._error: ServiceError | None = None
 
     def __enter__(self) -> OpenStream:
         current_request_id.set(self.scoped_id)
@@ -62,7 +62,7 @@ class OpenStream:
         if self.is_aborted:
             request.abort()
 
-    def end(self, error: QuireError) -> None:
+    def end(self, error: ServiceError) -> None:
         """Cancel the requests now, and end the stream with this error after the tokens received so far."""
         self._error = error
         for request in self._requests:

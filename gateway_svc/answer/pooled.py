@@ -17,7 +17,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.request.pooling import PoolingPlan
 from gateway_svc.schedulers.submitter import Submission
-from svc_common.errors import AbortedError, QuireError
+from svc_common.errors import AbortedError, ServiceError
 from svc_common.tasks import cancel
 
 MAX_OPEN = 256  # inputs of one call that are sent at the same time
@@ -50,7 +50,7 @@ async def _numbers_of(submission: Submission) -> array[float]:
     if finish.reason == types.FINISH_REASON_ABORTED:
         raise AbortedError(finish.message or "the request was aborted")
     if request.pooled is None:
-        raise QuireError(finish.message or "internal error: the scheduler ended the request without numbers")
+        raise ServiceError(finish.message or "internal error: the scheduler ended the request without numbers")
     return request.pooled
 
 

@@ -16,7 +16,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.answer.request_meter import RequestMeter
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
-from svc_common.errors import QuireError
+from svc_common.errors import ServiceError
 from svc_common.observe.tracing import current_traceparent, is_traceparent, valid_traceparent
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class RequestTrace:
                     yield event
         except Exception as error:
             # The code only: the message may quote the request.
-            self._end(error.code.name if isinstance(error, QuireError) else type(error).__name__)
+            self._end(error.code.name if isinstance(error, ServiceError) else type(error).__name__)
             raise
         except BaseException:  # the client left
             self._facts["quire.is_cancelled"] = True

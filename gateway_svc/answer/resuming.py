@@ -17,7 +17,7 @@ from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.request.resume import Replay
 from gateway_svc.schedulers.submitter import Submission
 from gateway_svc.schedulers.wire import continuation_from_outputs
-from svc_common.errors import NotFoundError, QuireError
+from svc_common.errors import NotFoundError, ServiceError
 from svc_common.tasks import cancel
 
 POLL_S = 0.25
@@ -127,7 +127,7 @@ class Follower:
             await self._read()  # the last output of the run that ended
             self._recorder.begin(self._recording)
             self._submission.send()
-        except QuireError as error:
+        except ServiceError as error:
             self._request.fail(error)
 
     async def _claim(self) -> bool:

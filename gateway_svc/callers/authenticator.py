@@ -19,7 +19,7 @@ class Authenticator:
     """Accepts API keys, JSON web tokens, or both."""
 
     def __init__(self, keys: ApiKeys | None, tokens: JsonWebTokens | None = None, begin: Begin | None = None) -> None:
-        """`begin` is called with the owner of each call, before its request is received, and may raise QuireError."""
+        """`begin` is called with the owner of each call, before its request is received, and may raise ServiceError."""
         self._begin = begin
         self._keys = keys
         self._tokens = tokens
@@ -36,7 +36,7 @@ class Authenticator:
 
     async def admit(self, method: str, context: Context) -> str:
         """Set `current_caller` of a call over gRPC, whose handler runs in the same task. Returns its sender, or
-        nothing for a probe of health, which needs no key. Raises QuireError.
+        nothing for a probe of health, which needs no key. Raises ServiceError.
         """
         if method.startswith(PROBES):
             return ""
@@ -44,7 +44,7 @@ class Authenticator:
         return current_caller.get().sender
 
     async def authenticate(self, authorization: object) -> None:
-        """Set `current_caller` from an Authorization header. Raises QuireError."""
+        """Set `current_caller` from an Authorization header. Raises ServiceError."""
         if not isinstance(authorization, str) or authorization[: len(SCHEME)].lower() != SCHEME:
             raise UnauthenticatedError(self._needed)
         caller = await self._caller_of(authorization[len(SCHEME) :].strip())

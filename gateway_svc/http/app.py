@@ -32,7 +32,7 @@ from gateway_svc.operators.audit.entry import CANCELLED, OK, annotate
 from gateway_svc.operators.operator_port import NoOperators
 from gateway_svc.request.validation import REQUEST_ID
 from svc_common.calls import ANYONE, RpcStats
-from svc_common.errors import NotFoundError, QuireError, shown_error
+from svc_common.errors import NotFoundError, ServiceError, shown_error
 from svc_common.memory import Intake
 from svc_common.observe.tracing import HEADER, current_traceparent
 from svc_common.tasks import cancel
@@ -148,7 +148,7 @@ class HttpApp:
 
     async def _answer_error(self, scope: Scope, error: Exception, answer: _Sender) -> None:
         if answer.has_started:  # raising closes the connection, so the client sees that the answer is incomplete
-            annotate(code=(error if isinstance(error, QuireError) else QuireError).code.name)
+            annotate(code=(error if isinstance(error, ServiceError) else ServiceError).code.name)
             raise error
         shown = shown_error(f"HTTP {scope['path']}", error)
         self._stats.errors[_method(scope), shown.code.name] += 1

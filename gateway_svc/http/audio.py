@@ -27,7 +27,7 @@ from gateway_svc.http.replies import EventStream, ignored_headers, json_reply
 from gateway_svc.operators.audit.entry import record_request_id
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.request.threads import Lane
-from svc_common.errors import QuireError
+from svc_common.errors import ServiceError
 
 PLAIN, SEGMENTED = ("json", "text"), ("verbose_json", "srt", "vtt")  # values of response_format
 SEGMENT_S = 12.0  # longest segment
@@ -123,7 +123,7 @@ class Transcript:
 
 
 class AudioHandlers:
-    """One method per endpoint. All raise QuireError."""
+    """One method per endpoint. All raise ServiceError."""
 
     def __init__(self, generation: GenerationPipeline, lane: Lane) -> None:
         self._generation = generation
@@ -191,7 +191,7 @@ async def _texts(events: AsyncGenerator[pb.GenerateResponse, None], segment: Seg
                     yield text
             elif event.HasField("finished"):
                 if event.finished.reason in (types.FINISH_REASON_ERROR, types.FINISH_REASON_ABORTED):
-                    raise QuireError(f"the request ended early: {event.finished.message}")
+                    raise ServiceError(f"the request ended early: {event.finished.message}")
                 segment.logprob = event.finished.cumulative_logprob
 
 

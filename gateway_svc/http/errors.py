@@ -13,7 +13,7 @@ from svc_common.errors import (
     LateRequestError,
     NotFoundError,
     OverloadedError,
-    QuireError,
+    ServiceError,
     UnauthenticatedError,
     UnavailableError,
 )
@@ -30,7 +30,7 @@ TYPES = {
 }
 MESSAGES = "/v1/messages"  # the endpoints of Anthropic's API
 MESSAGE_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
-CODES: dict[type[QuireError], str] = {
+CODES: dict[type[ServiceError], str] = {
     ContextLengthError: "context_length_exceeded",
     DeadlineError: "deadline_exceeded",
     UnauthenticatedError: "invalid_api_key",
@@ -54,11 +54,11 @@ PROMPT_NAMES = {
 GRAMMAR_FAILED = "grammar: "  # how the message of a row begins whose grammar cannot be applied to its output
 
 
-def error_of_sample(message: str) -> QuireError:
+def error_of_sample(message: str) -> ServiceError:
     """The error of a sample that failed."""
     if message.startswith(GRAMMAR_FAILED):
         return InvalidRequestError(f"{message}; simplify the grammar or schema of the request")
-    return QuireError(message or "the server could not finish the answer; send the request again")
+    return ServiceError(message or "the server could not finish the answer; send the request again")
 
 
 class BodyTooLargeError(InvalidRequestError):
@@ -78,7 +78,7 @@ class MethodNotAllowedError(InvalidRequestError):
 RETRYABLE = (OverloadedError, UnavailableError, LateRequestError)
 
 
-def error_body(error: QuireError, names: Mapping[str, str] | None = None) -> dict[str, Any]:
+def error_body(error: ServiceError, names: Mapping[str, str] | None = None) -> dict[str, Any]:
     """`{"error": {...}}`. `names`: field names in the body, by field path in GenerateRequest."""
     message, param = _renamed(error.message, error.field, {**PROMPT_NAMES, **(names or {})})
     if isinstance(error, ContextLengthError):  # clients match these words
@@ -87,12 +87,12 @@ def error_body(error: QuireError, names: Mapping[str, str] | None = None) -> dic
     return {"error": {"message": message, "type": kind, "param": param or None, "code": _code_of(error)}}
 
 
-def error_body_of(path: str, error: QuireError, names: Mapping[str, str] | None = None) -> dict[str, Any]:
+def error_body_of(path: str, error: ServiceError, names: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The body of an error of an endpoint."""
     return message_error(error, names) if path.startswith(MESSAGES) else error_body(error, names)
 
 
-def message_error(error: QuireError, names: Mapping[str, str] | None = None) -> dict[str, Any]:
+def message_error(error: ServiceError, names: Mapping[str, str] | None = None) -> dict[str, Any]:
     """An error in Anthropic's format."""
     found = error_body(error, names)["error"]
     return {"type": "error", "error": {"type": MESSAGE_TYPES.get(error.http_status, found["type"]), **_words(found)}}
@@ -102,7 +102,7 @@ def _words(found: dict[str, Any]) -> dict[str, Any]:
     return {name: found[name] for name in ("message", "param", "code")}
 
 
-def error_headers(error: QuireError) -> dict[str, str]:
+def error_headers(error: ServiceError) -> dict[str, str]:
     """Headers that say whether and when a client should retry."""
     is_retryable = isinstance(error, RETRYABLE)
     headers = {"x-should-retry": "true" if is_retryable else "false"}
@@ -117,7 +117,7 @@ def error_headers(error: QuireError) -> dict[str, str]:
     return headers
 
 
-def _code_of(error: QuireError) -> str | None:
+def _code_of(error: ServiceError) -> str | None:
     if isinstance(error, NotFoundError) and error.field == "model":
         return "model_not_found"
     return next((code for kind, code in CODES.items() if isinstance(error, kind)), None)

@@ -48,7 +48,7 @@ PARSE_BYTES = 16  # parsing this many bytes of JSON takes as long as tokenizing 
 
 
 class Handlers:
-    """One method per endpoint. All raise QuireError, which the app turns into an answer."""
+    """One method per endpoint. All raise ServiceError, which the app turns into an answer."""
 
     def __init__(
         self,

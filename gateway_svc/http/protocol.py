@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gateway_svc.http.errors import error_body, error_headers
 from gateway_svc.http.json_text import encode
-from svc_common.errors import InvalidRequestError, QuireError, UnavailableError
+from svc_common.errors import InvalidRequestError, ServiceError, UnavailableError
 
 HEADER_TIMEOUT_S = 20.0  # from the first byte of a request, or from the connection, to the end of its header
 STALL_TIMEOUT_S = 300.0  # for a client that reads nothing of its answer
@@ -167,7 +167,7 @@ class HttpProtocol(H11Protocol):
         if not self.transport.is_closing():
             self.transport.close()
 
-    def _refuse(self, error: QuireError) -> None:
+    def _refuse(self, error: ServiceError) -> None:
         """Send an error outside of a request, and close the connection."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # in the middle of an answer
             self.transport.close()

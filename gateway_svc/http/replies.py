@@ -18,7 +18,7 @@ from gateway_svc.http.merge import Numbered
 from gateway_svc.http.openai.bodies import ignored_header
 from gateway_svc.operators.audit.entry import annotate
 from request_fields.fields import BY_PATH
-from svc_common.errors import QuireError, shown_error
+from svc_common.errors import ServiceError, shown_error
 
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -49,9 +49,9 @@ class StreamedAnswer(Protocol):
     """Encodes the events of generations as server-sent events."""
 
     def take(self, prompt: int, event: pb.GenerateResponse) -> bytes:
-        """The data for an event. Raises QuireError if the generation failed."""
+        """The data for an event. Raises ServiceError if the generation failed."""
 
-    def failed(self, error: QuireError, names: Mapping[str, str]) -> bytes:
+    def failed(self, error: ServiceError, names: Mapping[str, str]) -> bytes:
         """The last event of a stream that fails. `names`: of fields in the body."""
 
     def end(self) -> bytes:

@@ -54,7 +54,7 @@ class AdminServicer(AdminServiceServicer):
     async def LoadAdapter(
         self, request: pb.LoadAdapterRequest, context: Context | None = None
     ) -> pb.LoadAdapterResponse:
-        """Load an adapter on all workers of a model. Raises QuireError."""
+        """Load an adapter on all workers of a model. Raises ServiceError."""
         if not 0 < len(request.name) <= MAX_NAME_CHARS or not request.name.isprintable():
             words = f"name is {request.name[:MAX_NAME_CHARS]!r}; use 1 to {MAX_NAME_CHARS} printable characters"
             raise InvalidRequestError(words, field="name")

@@ -15,7 +15,7 @@ from gateway_svc.operators.audit.entry import record_target
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from svc_common.calls import first_of
-from svc_common.errors import InvalidRequestError, QuireError, error_of_call
+from svc_common.errors import InvalidRequestError, ServiceError, error_of_call
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Response = internal.ControlRolloutsResponse
@@ -25,7 +25,7 @@ MAX_PIECE_BYTES = 1 << 19
 
 
 class RolloutServicer(RolloutServiceServicer):
-    """The service. HTTP calls it too, without a context. All methods raise QuireError."""
+    """The service. HTTP calls it too, without a context. All methods raise ServiceError."""
 
     def __init__(self, directory: ModelDirectory) -> None:
         self._directory = directory
@@ -40,7 +40,7 @@ class RolloutServicer(RolloutServiceServicer):
         for client in clients:
             try:
                 response = await self._ask(client, internal.ControlRolloutsRequest(begin=request))
-            except QuireError:
+            except ServiceError:
                 await self._end_at(begun, request.update_id)
                 raise
             begun.append(client)
@@ -76,7 +76,7 @@ class RolloutServicer(RolloutServiceServicer):
     async def _put(
         self, client: SchedulerClient, first: pb.PutTensorsRequest, more: AsyncIterator[pb.PutTensorsRequest] | None
     ) -> pb.PutTensorsResponse:
-        bad: list[QuireError] = []
+        bad: list[ServiceError] = []
 
         async def messages() -> AsyncIterator[pb.PutTensorsRequest]:
             yield first
@@ -84,7 +84,7 @@ class RolloutServicer(RolloutServiceServicer):
                 if more is not None:
                     async for request in more:
                         yield _checked(request)
-            except QuireError as error:
+            except ServiceError as error:
                 bad.append(error)
                 raise  # gRPC cancels the call, so that no part of a file is used
 

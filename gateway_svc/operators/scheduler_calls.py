@@ -1,4 +1,4 @@
-"""The calls of operators to one scheduler. All raise QuireError, unless they say what they return instead."""
+"""The calls of operators to one scheduler. All raise ServiceError, unless they say what they return instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.internal.v1 import scheduler_pb2 as pb
 from quire.v1 import inference_pb2 as public
 
 from gateway_svc.schedulers.scheduler_client import RELEASE_TIMEOUT_S, RETRY_AFTER_S, STATUS_TIMEOUT_S, SchedulerClient
-from svc_common.errors import QuireError, UnavailableError, error_from_code
+from svc_common.errors import ServiceError, UnavailableError, error_from_code
 from svc_common.observe.inspection import answer_timeout_s
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ async def release_worker(client: SchedulerClient, worker_id: str, timeout_s: flo
     return response.num_moved
 
 
-def _error(client: SchedulerClient, error: grpc.aio.AioRpcError) -> QuireError:
+def _error(client: SchedulerClient, error: grpc.aio.AioRpcError) -> ServiceError:
     words = f"scheduler {client.address}: {error.details()}"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return UnavailableError(words, retry_after_s=RETRY_AFTER_S)

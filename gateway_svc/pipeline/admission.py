@@ -39,7 +39,7 @@ class CallAdmission:
         revision: str = "",
         adapter: str = "",
     ) -> ServedModel:
-        """The model of a request whose fields are checked. Raises QuireError if the caller may not use it now."""
+        """The model of a request whose fields are checked. Raises ServiceError if the caller may not use it now."""
         model = self._directory.find(request.model, revision, adapter)
         annotate(model=model.name)
         if self._keys.names_owners:

@@ -80,7 +80,7 @@ class TokenCost:
 
 
 class GenerationPipeline:
-    """Serves generations for gRPC and HTTP. All methods raise QuireError."""
+    """Serves generations for gRPC and HTTP. All methods raise ServiceError."""
 
     def __init__(
         self,

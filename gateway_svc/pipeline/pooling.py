@@ -40,11 +40,11 @@ class PoolingPipeline:
         self._streams = streams
 
     async def embed(self, request: pb.EmbedRequest, deadline: float | None = None) -> pb.EmbedResponse:
-        """One vector per input. Raises QuireError."""
+        """One vector per input. Raises ServiceError."""
         return await self._vectors(request, plan_embed, deadline)
 
     async def classify(self, request: pb.EmbedRequest, *, is_raw: bool) -> pb.EmbedResponse:
-        """The probabilities of the classes of each input; with `is_raw` the outputs of the head. Raises QuireError."""
+        """The probabilities of the classes of each input; with `is_raw` the head's outputs. Raises ServiceError."""
         return await self._vectors(request, partial(plan_classes, is_raw=is_raw), None)
 
     async def _vectors(
@@ -61,7 +61,7 @@ class PoolingPipeline:
         return response
 
     async def score(self, request: pb.ScoreRequest, deadline: float | None = None) -> pb.ScoreResponse:
-        """One score per pair of texts. Raises QuireError."""
+        """One score per pair of texts. Raises ServiceError."""
         check_score(request, self._admission.requests)
         model = self._admission.model(request)
         check_model(request, model)

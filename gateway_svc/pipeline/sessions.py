@@ -32,7 +32,7 @@ from gateway_svc.request.models import ServedModel
 from gateway_svc.request.prompts.reader import PromptInput
 from gateway_svc.request.prompts.readers import PromptReaders
 from gateway_svc.request.validation import check_id
-from svc_common.errors import NotConfiguredError, OverloadedError, QuireError, UnavailableError
+from svc_common.errors import NotConfiguredError, OverloadedError, ServiceError, UnavailableError
 
 MAX_FORKS = 64
 MAX_PINS = 1000  # limit for one owner
@@ -43,7 +43,7 @@ ID_BYTES = 12
 
 class Sessions:
     """The sessions of all callers. `records` raises NotConfiguredError if this gateway keeps none. All methods raise
-    QuireError.
+    ServiceError.
     """
 
     def __init__(self, admission: CallAdmission, prompts: PromptReaders, records: Callable[[], RecordStore]) -> None:
@@ -175,7 +175,7 @@ class Sessions:
                 session_id = f"sess_{secrets.token_hex(ID_BYTES)}"
                 changes = changes_of_copy(record, source_id, session_id)
                 copies.append(await records.copy(shared, scoped(session_id), changes))
-        except QuireError:
+        except ServiceError:
             for copy in copies:
                 await records.delete(copy.record_id)
             raise

@@ -18,7 +18,7 @@ from gateway_svc.schedulers.logprobs import entries_from_columns
 from gateway_svc.schedulers.replicas import REQUEST_TOKENS
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from svc_common.channels import MAX_MESSAGE_BYTES
-from svc_common.errors import InvalidRequestError, QuireError, error_from_code
+from svc_common.errors import InvalidRequestError, ServiceError, error_from_code
 from svc_common.flush import FlushTimer
 from svc_common.silence import SilenceWatch
 from svc_common.tasks import cancel
@@ -45,7 +45,7 @@ class StreamEvents(Protocol):
     def on_welcome(self, welcome: pb.Welcome) -> None: ...
     def on_heartbeat(self, heartbeat: pb.SchedulerHeartbeat) -> None: ...
     def on_accepted(self, request: SchedulerRequest) -> None: ...
-    def on_refused(self, request: SchedulerRequest, error: QuireError) -> None: ...
+    def on_refused(self, request: SchedulerRequest, error: ServiceError) -> None: ...
     def on_finished(self, request: SchedulerRequest) -> None: ...
 
 
@@ -329,7 +329,7 @@ def _pooled_of(deltas: pb.Deltas) -> Iterator[tuple[int, array[float]]]:
         start += count
 
 
-def _refusal_of(refusal: pb.Refusal) -> QuireError:
+def _refusal_of(refusal: pb.Refusal) -> ServiceError:
     """A scheduler's refusal as an error with the same code, field and retry delay."""
     retry_after_s = refusal.retry_after_ms / 1000 if refusal.retry_after_ms else None
     return error_from_code(refusal.code, refusal.message, field=refusal.field, retry_after_s=retry_after_s)
@@ -346,7 +346,7 @@ def batches_of(messages: Sequence[pb.AttachRequest]) -> Iterator[pb.AttachReques
             start, size = end, 0
 
 
-def _too_large(size: int) -> QuireError:
+def _too_large(size: int) -> ServiceError:
     words = (
         f"sampling.n: the prompt and the output of all samples so far have {size} bytes, but a message to a scheduler "
         f"holds at most {MAX_SUBMIT_BYTES}; request fewer or shorter samples"

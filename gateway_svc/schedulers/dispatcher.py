@@ -24,7 +24,7 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.schedulers.replicas import Replica, choose_replica
 from gateway_svc.schedulers.scheduler_client import RETRY_AFTER_S, SchedulerClient, problems_of
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
-from svc_common.errors import AlreadyExistsError, OverloadedError, QuireError, UnavailableError
+from svc_common.errors import AlreadyExistsError, OverloadedError, ServiceError, UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class RequestPlacement:
     revision: str
     hints: Hints
     client: SchedulerClient | None = None
-    refusals: dict[SchedulerClient, QuireError] = field(default_factory=dict)
+    refusals: dict[SchedulerClient, ServiceError] = field(default_factory=dict)
     patience: asyncio.TimerHandle | None = None
     retry: asyncio.TimerHandle | None = None
 
@@ -155,7 +155,7 @@ class Dispatcher:
         for request in requests:
             self._take_back(request)
 
-    def on_refused(self, client: SchedulerClient, request: SchedulerRequest, error: QuireError) -> None:
+    def on_refused(self, client: SchedulerClient, request: SchedulerRequest, error: ServiceError) -> None:
         placement = self._open.get(request)
         if placement is None:
             return
@@ -259,7 +259,7 @@ class Dispatcher:
         served = {info.revision for info in infos if info is not None and info.model == placement.model}
         return bool(served) and placement.revision not in served and None not in infos
 
-    def _fail(self, request: SchedulerRequest, error: QuireError) -> None:
+    def _fail(self, request: SchedulerRequest, error: ServiceError) -> None:
         self.release(request)
         request.fail(error)
 
@@ -312,6 +312,6 @@ def _choose(clients: Sequence[SchedulerClient], request: SchedulerRequest, hints
     return clients[choose_replica(replicas, request.num_prompt_tokens, hints.affinity)]
 
 
-def _refusal_order(error: QuireError) -> tuple[bool, float]:
+def _refusal_order(error: ServiceError) -> tuple[bool, float]:
     """Sort key; the client gets the lowest refusal. Overloaded sorts before unavailable, then the shortest delay."""
     return not isinstance(error, OverloadedError), error.retry_after_s or float("inf")

@@ -72,7 +72,7 @@ from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from gateway_svc.text.bundle import BundleError
 from gateway_svc.text.chat_format import DETECTED, ParserNames
 from svc_common.channels import MAX_BUNDLE_BYTES, OpenChannel, ReceiveError, read_bundle
-from svc_common.errors import QuireError
+from svc_common.errors import ServiceError
 from svc_common.tasks import cancel
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class SchedulerEvents(Protocol):
     def on_lost(self, client: SchedulerClient, requests: list[SchedulerRequest]) -> None:
         """The stream ended while these requests were open. The scheduler aborts them; no more tokens arrive."""
 
-    def on_refused(self, client: SchedulerClient, request: SchedulerRequest, error: QuireError) -> None:
+    def on_refused(self, client: SchedulerClient, request: SchedulerRequest, error: ServiceError) -> None:
         """The scheduler refused the request."""
 
     def on_accepted(self, request: SchedulerRequest) -> None:
@@ -329,7 +329,7 @@ class SchedulerClient:
     def on_accepted(self, request: SchedulerRequest) -> None:
         self.events.on_accepted(request)
 
-    def on_refused(self, request: SchedulerRequest, error: QuireError) -> None:
+    def on_refused(self, request: SchedulerRequest, error: ServiceError) -> None:
         self.events.on_refused(self, request, error)
 
     def on_finished(self, request: SchedulerRequest) -> None:

@@ -17,7 +17,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.schedulers.logprobs import LogprobJournal, PromptLogprobJournal, TokenLogprobs, extras_of
 from gateway_svc.schedulers.wire import continuation_from_outputs
-from svc_common.errors import QuireError
+from svc_common.errors import ServiceError
 from svc_common.flush import FlushTimer
 
 log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class SchedulerRequest:
         self._deadline = deadline
         self._is_accepted = False
         self._is_aborted = False
-        self._error: QuireError | None = None
+        self._error: ServiceError | None = None
         self._pacer = pacer
         self._news: set[int] = set()  # samples with new tokens or a new end
         self.is_due = False  # the handler should read its news now: `wait` returns at once
@@ -403,15 +403,15 @@ class SchedulerRequest:
             self._num_awaited -= not sample.is_closed
             self._record_news(finish.sample_index, is_urgent=True)
 
-    def fail(self, error: QuireError) -> None:
+    def fail(self, error: ServiceError) -> None:
         """End the stream with this error, after the tokens received so far."""
         if self._error is None:
             self._error = error
             self._wake()
 
-    def _internal(self, problem: str) -> QuireError:
+    def _internal(self, problem: str) -> ServiceError:
         log.error("request %s: %s", self.request_id, problem)
-        return QuireError(f"internal error: {problem}")
+        return ServiceError(f"internal error: {problem}")
 
     def _record_news(self, sample_index: int, *, is_urgent: bool) -> None:
         """Record that a sample has news. First tokens and ends are urgent and rare, so they skip the pacer."""

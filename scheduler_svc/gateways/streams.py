@@ -30,7 +30,7 @@ from scheduler_svc.gateways.submits import SubmitReader
 from scheduler_svc.refusals import RETRY_NO_WORKER_S
 from scheduler_svc.step_loop import StepLoop, WeightsChange
 from step_protocol.columns import u32_to_bytes
-from svc_common.errors import InvalidRequestError, OverloadedError, QuireError, UnavailableError, shown_error
+from svc_common.errors import InvalidRequestError, OverloadedError, ServiceError, UnavailableError, shown_error
 from svc_common.flush import FlushTimer
 from svc_common.memory import MemoryLimit
 from svc_common.silence import SilenceWatch
@@ -63,7 +63,7 @@ class Outbox:
         self._flush = FlushTimer(self._send, interval_s)
         self._is_due = False  # `_deltas` and `_queued` may be sent
         self._wake = asyncio.Event()
-        self._error: QuireError | None = None
+        self._error: ServiceError | None = None
         self._is_closed = False
 
     @property
@@ -80,7 +80,7 @@ class Outbox:
         self._heartbeat = heartbeat
         self._wake.set()
 
-    def reply(self, handle: int, error: QuireError | None) -> None:
+    def reply(self, handle: int, error: ServiceError | None) -> None:
         """Reply to one Submit, before any Deltas of that handle."""
         if error is None and self._takes_queued_handles:
             self._queued.append(handle)
@@ -122,13 +122,13 @@ class Outbox:
         self._is_due = True
         self._wake.set()
 
-    def close(self, error: QuireError | None = None) -> None:
+    def close(self, error: ServiceError | None = None) -> None:
         """End `messages` after the waiting messages, with `error` if it is set."""
         self._error = self._error or error
         self._is_closed = True
         self._flush.now()
 
-    def cut_off(self, error: QuireError) -> None:
+    def cut_off(self, error: ServiceError) -> None:
         """Drop the waiting messages and end `messages` with `error`."""
         log.warning("disconnecting gateway %s: %s", self._gateway_id, error.message)
         self._welcome = self._heartbeat = None
@@ -346,7 +346,7 @@ class Gateways:
             if self._memory.exceeded_by() is not None and self._step_loop.core.load().num_running:
                 self._memory.check()
             group = self._reader.group(submit, owner=attached.owner, origin=attached.gateway_id)
-        except QuireError as error:
+        except ServiceError as error:
             attached.outbox.reply(submit.handle, error)
             return
         self._step_loop.submit(group)

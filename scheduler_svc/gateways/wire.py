@@ -13,7 +13,7 @@ from scheduler_svc.core.messages import Deltas, Finished, merge_deltas
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from scheduler_svc.step_loop import WeightsChange
 from step_protocol.columns import f32_to_bytes, u32_to_bytes
-from svc_common.errors import QuireError
+from svc_common.errors import ServiceError
 
 REASON_TO_PROTO = {reason: types_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 
@@ -26,7 +26,7 @@ def cancel_reason(cancel: scheduler_pb2.Cancel) -> FinishReason:
     return FinishReason.STOP if cancel.reason == types_pb2.FINISH_REASON_STOP else FinishReason.ABORTED
 
 
-def refusal_to_proto(error: QuireError) -> scheduler_pb2.Refusal:
+def refusal_to_proto(error: ServiceError) -> scheduler_pb2.Refusal:
     """Converts an error to the reply to one Submit."""
     return scheduler_pb2.Refusal(
         code=error.code.value[0],

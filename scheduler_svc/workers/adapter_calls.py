@@ -10,7 +10,7 @@ import grpc
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 
 from scheduler_svc.core.features.adapters import AdapterSwap
-from svc_common.errors import QuireError, error_from_code
+from svc_common.errors import ServiceError, error_from_code
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class AdapterCalls:
         self.on_swapped: OnSwapped = lambda digest, is_resident: None
 
     async def load(self, name: str, path: str) -> worker_pb2.WorkerAdapter:
-        """Load an adapter into the worker's memory. Raises QuireError with the worker's name."""
+        """Load an adapter into the worker's memory. Raises ServiceError with the worker's name."""
         request = worker_pb2.LoadWorkerAdapterRequest(fence=self._fence, name=name, path=path)
         try:
             return (await self._stub.LoadWorkerAdapter(request, timeout=LOAD_TIMEOUT_S)).adapter
@@ -41,7 +41,7 @@ class AdapterCalls:
             raise self._error(error) from None
 
     async def unload(self, name: str) -> bool:
-        """Remove an adapter from the worker's memory. False if it was not there. Raises QuireError."""
+        """Remove an adapter from the worker's memory. False if it was not there. Raises ServiceError."""
         request = worker_pb2.UnloadWorkerAdapterRequest(fence=self._fence, name=name)
         try:
             return (await self._stub.UnloadWorkerAdapter(request, timeout=SWAP_TIMEOUT_S)).was_loaded
@@ -71,5 +71,5 @@ class AdapterCalls:
         for task in self._swaps:
             task.cancel()
 
-    def _error(self, error: grpc.aio.AioRpcError) -> QuireError:
+    def _error(self, error: grpc.aio.AioRpcError) -> ServiceError:
         return error_from_code(error.code().value[0], f"worker {self._worker_id}: {error.details()}")

@@ -23,7 +23,7 @@ from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.adapter_calls import AdapterCalls
 from scheduler_svc.workers.agreement import WorkerRefusedError
 from scheduler_svc.workers.leased_worker import LeasedWorker
-from svc_common.errors import InvalidRequestError, NotConfiguredError, QuireError, UnavailableError
+from svc_common.errors import InvalidRequestError, NotConfiguredError, ServiceError, UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class Adapters:
             try:
                 await worker.calls.unload(name)
                 worker.loaded.pop(name, None)
-            except QuireError as error:
+            except ServiceError as error:
                 log.warning("adapter %s: %s", name, error.message)
         for adapter in missing:
             await self._load_missing(worker, adapter)
@@ -161,9 +161,9 @@ class Adapters:
             found = await worker.calls.load(adapter.name, adapter.path)
             if found.digest != adapter.digest:
                 await worker.calls.unload(adapter.name)
-                raise QuireError(f"its content has digest {found.digest.hex()}, others have {adapter.digest.hex()}")
+                raise ServiceError(f"its content has digest {found.digest.hex()}, others have {adapter.digest.hex()}")
             worker.loaded[adapter.name] = found
-        except QuireError as error:
+        except ServiceError as error:
             worker.refused.add((adapter.name, adapter.digest))
             log.error(
                 "worker %s serves without adapter %r, which other workers have: %s",
@@ -173,7 +173,7 @@ class Adapters:
     # -- operators ----------------------------------------------------------------------------------------------------
 
     async def add(self, name: str, path: str, model: str) -> inference_pb2.Adapter:
-        """Load an adapter on all workers. If it fails on one, it is loaded on none. Raises QuireError."""
+        """Load an adapter on all workers. If it fails on one, it is loaded on none. Raises ServiceError."""
         if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
             raise InvalidRequestError(f"name is {name!r}; use 1 to {MAX_NAME_CHARS} printable characters", field="name")
         if name == model:
@@ -217,7 +217,7 @@ class Adapters:
         workers = list(self._workers.values())
         results = await asyncio.gather(*(worker.calls.unload(name) for worker in workers), return_exceptions=True)
         for worker, result in zip(workers, results, strict=True):
-            if isinstance(result, QuireError):
+            if isinstance(result, ServiceError):
                 log.warning(
                     "adapter %s: %s; it is unloaded there when the worker reports it again", name, result.message
                 )

@@ -7,7 +7,7 @@ import logging
 import grpc
 from quire.v1 import types_pb2
 
-from svc_common.errors import QuireError
+from svc_common.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ SHARED_FACTS = (
 SETTINGS = {"weights_digest": "checkpoint (--model)"}  # the setting to change, if it is not named like the fact
 
 
-class WorkerRefusedError(QuireError):
+class WorkerRefusedError(ServiceError):
     """The worker differs from the other workers. It may serve under another scheduler."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION

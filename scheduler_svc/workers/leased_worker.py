@@ -34,7 +34,7 @@ from scheduler_svc.workers.weight_calls import WeightCalls
 from step_protocol import columns
 from step_protocol.messages import StepBatch, StepOutput
 from svc_common.channels import MAX_BUNDLE_BYTES, ReceiveError, read_bundle
-from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError, error_from_code
+from svc_common.errors import InvalidRequestError, ServiceError, StaleEpochError, UnavailableError, error_from_code
 from svc_common.observe.inspection import answer_timeout_s
 from svc_common.serve import open_channel
 from svc_common.silence import SilenceWatch
@@ -265,7 +265,7 @@ class Dialer:
     ) -> AsyncIterator[tuple[LeasedWorker, list[CachedBlock], int]]:
         """Connect to a worker and lease it. Yields the link, the cached blocks of its pool, and the next step id.
 
-        Raises QuireError with a message for the worker's log if the worker cannot be leased.
+        Raises ServiceError with a message for the worker's log if the worker cannot be leased.
         """
         async with self._open_worker(address, capacity.worker_id) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -281,7 +281,7 @@ class Dialer:
                     f"{error.code().name}: {error.details()}"
                 ) from error
             except columns.WireError as error:
-                raise QuireError(f"worker {capacity.worker_id} at {address}: {error}") from error
+                raise ServiceError(f"worker {capacity.worker_id} at {address}: {error}") from error
             link = LeasedWorker(capacity, address, granted.fence, call, self._timeouts, self._meter, self._keys, stub)
             await self._list_tier(link)
             log.info("worker %s: leased with scheduler_epoch %d", capacity.worker_id, granted.fence.scheduler_epoch)
@@ -317,7 +317,7 @@ class Dialer:
     async def drain(self, address: str, worker_id: str, timeout_s: float) -> int:
         """Tell a worker to drain and wait until it has drained. Returns the number of rows that were left.
 
-        Raises QuireError if the worker refuses. Uses its own channel, because the lease may end before the answer.
+        Raises ServiceError if the worker refuses. Uses its own channel, because the lease may end before the answer.
         """
         async with self._open_worker(address, worker_id) as channel:
             try:
@@ -332,7 +332,7 @@ class Dialer:
     async def inspect(
         self, address: str, worker_id: str, kind: inference_pb2.InspectKind.ValueType, seconds: float, hz: int
     ) -> bytes:
-        """A profile or a report of a worker. Raises QuireError if the worker refuses or cannot be reached."""
+        """A profile or a report of a worker. Raises ServiceError if the worker refuses or cannot be reached."""
         request = worker_pb2.InspectWorkerRequest(kind=kind, seconds=seconds, hz=hz)
         async with self._open_worker(address, worker_id) as channel:
             try:

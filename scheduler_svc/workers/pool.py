@@ -28,7 +28,7 @@ from scheduler_svc.workers.agreement import Agreement, WorkerRefusedError
 from scheduler_svc.workers.leased_worker import Dialer, LeasedWorker
 from scheduler_svc.workers.rollouts import Rollouts
 from scheduler_svc.workers.weights import Weights
-from svc_common.errors import AlreadyExistsError, InvalidRequestError, NotFoundError, QuireError, UnavailableError
+from svc_common.errors import AlreadyExistsError, InvalidRequestError, NotFoundError, ServiceError, UnavailableError
 from svc_common.silence import wait_for_peer
 
 log = logging.getLogger(__name__)
@@ -47,9 +47,9 @@ DRAINING = types_pb2.WORKER_STATE_DRAINING
 class RegisterStream:
     """One Register stream. When the scheduler ends it, `ended` is set to an error, or to None for a normal end."""
 
-    ended: asyncio.Future[QuireError | None]
+    ended: asyncio.Future[ServiceError | None]
 
-    def end(self, error: QuireError | None) -> None:
+    def end(self, error: ServiceError | None) -> None:
         if not self.ended.done():
             self.ended.set_result(error)
 
@@ -264,7 +264,7 @@ class WorkerPool:
     async def inspect(
         self, worker_id: str, kind: inference_pb2.InspectKind.ValueType, seconds: float, hz: int
     ) -> bytes:
-        """A profile or a report of a worker. Raises QuireError."""
+        """A profile or a report of a worker. Raises ServiceError."""
         worker, _ = self._leased(worker_id)
         return await self._dialer.inspect(worker.address, worker_id, kind, seconds, hz)
 
@@ -280,8 +280,8 @@ class WorkerPool:
     async def release(self, worker_id: str, timeout_s: float) -> int:
         """Start to drain a worker, here and in its own process. Returns the number of sequences that it was running.
 
-        The worker has `timeout_s` (0: its own limit) to drain; this method does not wait for that. Raises QuireError if
-        the worker refuses or cannot be reached.
+        The worker has `timeout_s` (0: its own limit) to drain; this method does not wait for that. Raises ServiceError
+        if the worker refuses or cannot be reached.
         """
         worker, link = self._leased(worker_id)
         if not 0 <= timeout_s <= MAX_RELEASE_S:
@@ -333,7 +333,7 @@ class WorkerPool:
     async def _keep_lease(
         self, worker: WorkerRecord, capacity: WorkerCapacity, info: types_pb2.ModelInfo, replaces: bool
     ) -> None:
-        error: QuireError | None = None
+        error: ServiceError | None = None
         try:
             if not self._has_links:
                 await self._dialer.claim_revision(worker.worker_id, info, replaces=replaces)
@@ -348,7 +348,7 @@ class WorkerPool:
                     self._step_loop.worker_joined(link, capacity, facts, blocks, next_step_id)
                     self._joined(worker, link, info, len(blocks))
                 error = self._end_of_lease(worker, await self._run_link(link))
-        except QuireError as refused:
+        except ServiceError as refused:
             log.error("worker %s is refused: %s", worker.worker_id, refused.message)
             error = refused
         finally:
@@ -408,7 +408,7 @@ class WorkerPool:
         if movement.has_tier:
             calls.follow_tier()
 
-    def _end_of_lease(self, worker: WorkerRecord, reason: str) -> QuireError | None:
+    def _end_of_lease(self, worker: WorkerRecord, reason: str) -> ServiceError | None:
         if worker.state == DRAINING or self._is_closed:
             log.info("worker %s left: %s", worker.worker_id, reason)
             return None
@@ -456,13 +456,13 @@ class WorkerPool:
     # -- adapters -----------------------------------------------------------------------------------------------------
 
     async def add_adapter(self, name: str, path: str) -> inference_pb2.Adapter:
-        """Load an adapter on all workers. Raises QuireError."""
+        """Load an adapter on all workers. Raises ServiceError."""
         adapter = await self.adapters.add(name, path, self._model_name)
         self._changed()
         return adapter
 
     async def remove_adapter(self, name: str) -> bool:
-        """Unload an adapter from all workers. Raises QuireError."""
+        """Unload an adapter from all workers. Raises ServiceError."""
         was_known = await self.adapters.remove(name)
         self._changed()
         return was_known

@@ -12,7 +12,7 @@ from scheduler_svc.core.admission.barrier import Hold, HoldMode
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.weights import Weights, check_name
 from svc_common.calls import first_of, read_rest
-from svc_common.errors import AbortedError, InvalidRequestError, QuireError
+from svc_common.errors import AbortedError, InvalidRequestError, ServiceError
 
 Request = scheduler_pb2.ControlRolloutsRequest
 Response = scheduler_pb2.ControlRolloutsResponse
@@ -36,7 +36,7 @@ class Rollouts:
         self._pauses: dict[str, asyncio.Future[Hold]] = {}
 
     async def control(self, request: Request) -> Response:
-        """Serve one call. Raises QuireError."""
+        """Serve one call. Raises ServiceError."""
         weights = self.weights
         match request.WhichOneof("call"):
             case "begin":
@@ -77,7 +77,7 @@ class Rollouts:
 
         try:
             return pb.PutTensorsResponse(tensors=await self.weights.write(first.update_id, pieces()))
-        except QuireError:
+        except ServiceError:
             await read_rest(stream)
             raise
 

@@ -8,14 +8,14 @@ import grpc
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.v1 import rollouts_pb2, types_pb2
 
-from svc_common.errors import QuireError, error_of_call
+from svc_common.errors import ServiceError, error_of_call
 
 STAGE_TIMEOUT_S = 600.0  # a whole checkpoint from a slow disk
 SWITCH_TIMEOUT_S = 60.0
 
 
 class WeightCalls:
-    """Checks, stages and activates weights of a worker under one lease. All raise QuireError with the worker's name."""
+    """Checks, stages and activates weights of a worker under one lease. All raise ServiceError with its name."""
 
     def __init__(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, fence: worker_pb2.Fence, worker_id: str) -> None:
         self._stub = stub
@@ -81,5 +81,5 @@ class WeightCalls:
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
 
-    def _error(self, error: grpc.aio.AioRpcError) -> QuireError:
+    def _error(self, error: grpc.aio.AioRpcError) -> ServiceError:
         return error_of_call(error, f"worker {self._worker_id}: ")

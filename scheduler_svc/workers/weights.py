@@ -42,7 +42,7 @@ from svc_common.errors import (
     DeadlineError,
     InvalidRequestError,
     NotConfiguredError,
-    QuireError,
+    ServiceError,
     UnavailableError,
 )
 
@@ -131,7 +131,7 @@ class Weights:
         self, link: LeasedWorker, info: types_pb2.ModelInfo, announced: worker_pb2.UpdatedWeights, *, is_asleep: bool
     ) -> AsyncIterator[types_pb2.ModelInfo]:
         """Bring a leased worker to the weights of the model. Yields the model that it has then; the caller lets it
-        join in the block. Raises QuireError if it cannot get them.
+        join in the block. Raises ServiceError if it cannot get them.
         """
         async with self._turn:
             await self._start_with(info)
@@ -177,7 +177,7 @@ class Weights:
             try:
                 async with self._turn:
                     await self._follow_once()
-            except QuireError as error:
+            except ServiceError as error:
                 log.warning("newer weights cannot be loaded yet: %s", error.message)
 
     async def _follow_once(self) -> None:
@@ -261,7 +261,7 @@ class Weights:
         self._check_digest(update, digest)
         try:
             await self._stage_all(update.version, self._files_with(update))
-        except QuireError:
+        except ServiceError:
             self.num_failed += 1
             await self._ask_all(lambda link: self._calls(link).drop(), is_needed=False)
             raise
@@ -423,7 +423,7 @@ class Weights:
     async def _activate(self, link: LeasedWorker, record: WeightsRecord) -> None:
         try:
             info = await self._calls(link).activate(record.version, record.files)
-        except QuireError as error:
+        except ServiceError as error:
             link.close(f"it did not get the weights of version {record.version}: {error.message}")
             self.leave(link)
             return

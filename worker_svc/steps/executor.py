@@ -64,7 +64,7 @@ from quire.internal.v1 import worker_pb2
 
 from step_protocol.messages import BadBatchError, StepBatch, StepOutput
 from step_protocol.proto import output_to_proto
-from svc_common.errors import InvalidRequestError, QuireError, StaleEpochError, UnavailableError
+from svc_common.errors import InvalidRequestError, ServiceError, StaleEpochError, UnavailableError
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.config import EngineInfo
 from worker_svc.engine.decoder.pool.block_payload import Movable
@@ -266,7 +266,7 @@ class StepExecutor:
             for message in messages:
                 lease = self.check_fence(message.fence)
                 answers.append(lease.answer_of(message.step_id) or self._accept(lease, message, queued))
-        except QuireError as error:
+        except ServiceError as error:
             answers.append(_refusal(error))
         if queued:
             self._start(runner, lease, queued).add_done_callback(partial(_settle, queued))
@@ -491,7 +491,7 @@ class StepExecutor:
         change()
 
 
-def _refusal(error: QuireError) -> Answer:
+def _refusal(error: ServiceError) -> Answer:
     """An answer that is already known."""
     answer: Answer = asyncio.get_running_loop().create_future()
     answer.set_exception(error)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from quire.internal.v1 import worker_pb2
 
-from svc_common.errors import QuireError, StaleEpochError
+from svc_common.errors import ServiceError, StaleEpochError
 
 Answer = asyncio.Future[worker_pb2.StepOutput]
 
@@ -31,9 +31,9 @@ class Lease:
         self.next_step_id = FIRST_STEP_ID  # next id to accept; owned by the event loop
         self.next_to_run = FIRST_STEP_ID  # next id to run; owned by the model thread
         self.is_pool_asleep = False  # the memory of the KV pool is free: nothing may be written to it
-        self.end_error: QuireError | None = None
+        self.end_error: ServiceError | None = None
         self._answers: dict[int, Answer] = {}
-        self._on_end: set[Callable[[QuireError], None]] = set()
+        self._on_end: set[Callable[[ServiceError], None]] = set()
         self._num_answered = FIRST_STEP_ID - 1  # id of the newest step that has run
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
 
@@ -84,14 +84,14 @@ class Lease:
         self._waiting.append((step_id, ran))
         await ran
 
-    def watch(self, on_end: Callable[[QuireError], None]) -> Callable[[], None]:
+    def watch(self, on_end: Callable[[ServiceError], None]) -> Callable[[], None]:
         """Call `on_end` once when this lease ends. Returns a function that stops watching."""
         if self.end_error is not None:
             on_end(self.end_error)
         self._on_end.add(on_end)
         return lambda: self._on_end.discard(on_end)
 
-    def end(self, error: QuireError) -> None:
+    def end(self, error: ServiceError) -> None:
         """End the lease; its streams end with `error`."""
         self.end_error = error
         for _, ran in self._waiting:

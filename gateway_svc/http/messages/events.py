@@ -35,7 +35,7 @@ class BlockBuilder:
         self._num_prompt = 0
 
     def take(self, event: pb.GenerateResponse) -> Iterator[Json]:
-        """The events for an event of the generation. Raises QuireError if it failed."""
+        """The events for an event of the generation. Raises ServiceError if it failed."""
         if event.HasField("accepted"):
             self._num_prompt = event.accepted.prompt_tokens
             self._message |= {"model": event.accepted.model, "usage": _usage(self._num_prompt, 0, 0)}

@@ -21,11 +21,11 @@ from gateway_svc.http.replies import EventStream, Read, encoded_events, ignored_
 from gateway_svc.operators.audit.entry import record_request_id
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.schedulers.directory import ModelDirectory
-from svc_common.errors import QuireError
+from svc_common.errors import ServiceError
 
 
 class MessagesHandlers:
-    """One method per endpoint. All raise QuireError."""
+    """One method per endpoint. All raise ServiceError."""
 
     def __init__(self, generation: GenerationPipeline, directory: ModelDirectory, read: Read) -> None:
         self._generation = generation
@@ -75,10 +75,10 @@ class MessageStream:
         self._builder = builder
 
     def take(self, prompt: int, event: pb.GenerateResponse) -> bytes:
-        """The data for an event. Raises QuireError if the generation failed."""
+        """The data for an event. Raises ServiceError if the generation failed."""
         return b"".join(map(named_event, self._builder.take(event)))
 
-    def failed(self, error: QuireError, names: Mapping[str, str]) -> bytes:
+    def failed(self, error: ServiceError, names: Mapping[str, str]) -> bytes:
         """The last event of a stream that fails."""
         return named_event(message_error(error, names))
 

@@ -29,7 +29,7 @@ from gateway_svc.http.openai.logprobs import (
     prompt_logprobs,
     prompt_positions,
 )
-from svc_common.errors import QuireError
+from svc_common.errors import ServiceError
 
 STOPPED = (types.FINISH_REASON_EOS, types.FINISH_REASON_STOP)
 FINISH_REASONS = REASONS | dict.fromkeys(STOPPED, "stop") | {types.FINISH_REASON_ABORTED: "abort"}
@@ -275,7 +275,7 @@ class ChoicesAnswer:
         self._head |= {"model": accepted.model, "system_fingerprint": accepted.revision}
 
     def _finish(self, choice: int, finished: pb.Finished) -> Json:
-        """The finish fields of a choice. Raises QuireError for a choice that failed."""
+        """The finish fields of a choice. Raises ServiceError for a choice that failed."""
         if finished.reason in FAILED:
             raise error_of_sample(finished.message)
         self._tally.outputs[choice] = finished.usage.output_tokens + finished.usage.discarded_tokens
@@ -320,13 +320,13 @@ class StreamAnswer(ChoicesAnswer):
     _text_chunk: tuple[bytes, bytes, bytes] | None = None
 
     def take(self, prompt: int, event: pb.GenerateResponse) -> bytes:
-        """The chunks for an event of the generation of this prompt. Raises QuireError for a choice that failed."""
+        """The chunks for an event of the generation of this prompt. Raises ServiceError for a choice that failed."""
         kind = event.WhichOneof("event")
         if kind == "chunk":
             return self._text(prompt, event.chunk)
         return b"".join(map(sse, self._chunks(prompt, event)))
 
-    def failed(self, error: QuireError, names: Mapping[str, str]) -> bytes:
+    def failed(self, error: ServiceError, names: Mapping[str, str]) -> bytes:
         """The last event of a stream that fails."""
         return sse(error_body(error, names))
 
@@ -427,7 +427,7 @@ class WholeAnswer(ChoicesAnswer):
         self._ends: dict[int, Json] = {}
 
     def take(self, prompt: int, event: pb.GenerateResponse) -> None:
-        """Add an event of the generation of this prompt. Raises QuireError for a choice that failed."""
+        """Add an event of the generation of this prompt. Raises ServiceError for a choice that failed."""
         kind = event.WhichOneof("event")
         if kind == "accepted":
             self._accept(prompt, event.accepted)

@@ -25,7 +25,7 @@ COHERE_NAMES = {"inputs": "texts", "dimensions": "output_dimension"}
 
 
 class PoolingHandlers:
-    """One method per endpoint. All raise QuireError."""
+    """One method per endpoint. All raise ServiceError."""
 
     def __init__(self, pooling: PoolingPipeline, directory: ModelDirectory, lane: Lane, read: Read) -> None:
         self._pooling = pooling

@@ -27,7 +27,7 @@ from gateway_svc.http.responses.events import (
     ResponseEnd,
     ResponseEvents,
 )
-from svc_common.errors import QuireError, TakenOverError, UnavailableError, shown_error
+from svc_common.errors import ServiceError, TakenOverError, UnavailableError, shown_error
 from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class ResponseRun:
         self._events: list[Event] = []
         self._changed = asyncio.Event()  # replaced after each change
         self._task: asyncio.Task[None] | None = None
-        self.error: QuireError | None = None
+        self.error: ServiceError | None = None
         self.is_over = False
         self.is_complete = False  # the last event is published
 
@@ -153,7 +153,7 @@ class ResponseRun:
         except UnavailableError as error:
             log.warning("response %s was not stored: %s", self._builder.response()["id"], error.message)
 
-    def _fail(self, error: QuireError) -> None:
+    def _fail(self, error: ServiceError) -> None:
         self.error = error
         if not self._events or (self._store is not None and isinstance(error, LOST)):
             return

@@ -28,7 +28,7 @@ from svc_common.errors import (
     InvalidRequestError,
     NotFoundError,
     OverloadedError,
-    QuireError,
+    ServiceError,
     TakenOverError,
     UnauthenticatedError,
     UnavailableError,
@@ -455,7 +455,7 @@ def test_errors_use_the_field_names_of_the_body() -> None:
 @pytest.mark.parametrize(
     ("error", "status", "kind", "code", "retry"),
     [
-        (QuireError("a"), 500, "server_error", None, "false"),
+        (ServiceError("a"), 500, "server_error", None, "false"),
         (NotFoundError("a", field="model"), 404, "not_found_error", "model_not_found", "false"),
         (OverloadedError("a", retry_after_s=0.25), 429, "rate_limit_error", "rate_limit_exceeded", "true"),
         (UnavailableError("a"), 503, "server_error", None, "true"),
@@ -463,7 +463,7 @@ def test_errors_use_the_field_names_of_the_body() -> None:
         (TakenOverError("a"), 409, "conflict_error", None, "false"),
     ],
 )
-def test_status_type_code_and_retry(error: QuireError, status: int, kind: str, code: str | None, retry: str) -> None:
+def test_status_type_code_and_retry(error: ServiceError, status: int, kind: str, code: str | None, retry: str) -> None:
     assert error.http_status == status
     body = error_body(error)["error"]
     assert (body["type"], body["code"]) == (kind, code)

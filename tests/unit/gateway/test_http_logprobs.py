@@ -14,7 +14,7 @@ from gateway_svc.http.openai import answers
 from gateway_svc.http.openai.answers import PromptParts, StreamAnswer, WholeAnswer
 from gateway_svc.http.openai.bodies import Generation, chat_generation, completion_generation
 from gateway_svc.http.openai.logprobs import LOWEST
-from svc_common.errors import InvalidRequestError, QuireError
+from svc_common.errors import InvalidRequestError, ServiceError
 
 CRAB = "\U0001f980".encode()
 OUTPUT = pb.Logprobs(
@@ -179,5 +179,5 @@ def test_the_fields_of_a_chat() -> None:
     assert chat(logprobs=True).requests[0].output.logprobs == 0
     assert chat(logprobs=True).requests[0].output.HasField("logprobs")
     assert chat(logprobs=True, top_logprobs=3).requests[0].output.logprobs == 3
-    with pytest.raises(QuireError, match="top_logprobs is 3, but logprobs is not true"):
+    with pytest.raises(ServiceError, match="top_logprobs is 3, but logprobs is not true"):
         chat(top_logprobs=3)

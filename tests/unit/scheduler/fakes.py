@@ -15,7 +15,7 @@ from scheduler_svc.core.features.adapters import AdapterSwap
 from scheduler_svc.core.messages import Deltas
 from scheduler_svc.step_loop import ModelFacts, StepLoop
 from step_protocol.messages import StepBatch, StepOutput
-from svc_common.errors import QuireError
+from svc_common.errors import ServiceError
 from tests.builders import make_capacity
 
 
@@ -84,10 +84,10 @@ class FakeGateway:
     """A GatewayLink."""
 
     def __init__(self) -> None:
-        self.replies: list[tuple[int, QuireError | None]] = []
+        self.replies: list[tuple[int, ServiceError | None]] = []
         self.delivered: list[Deltas] = []
 
-    def reply(self, handle: int, error: QuireError | None) -> None:
+    def reply(self, handle: int, error: ServiceError | None) -> None:
         self.replies.append((handle, error))
 
     def deliver(self, deltas: Deltas) -> None:

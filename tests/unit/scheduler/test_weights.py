@@ -17,7 +17,7 @@ from quire.v1 import rollouts_pb2, types_pb2
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.rollouts import Request, Rollouts
 from scheduler_svc.workers.weights import Weights
-from svc_common.errors import AbortedError, AlreadyExistsError, InvalidRequestError, QuireError, UnavailableError
+from svc_common.errors import AbortedError, AlreadyExistsError, InvalidRequestError, ServiceError, UnavailableError
 from tests.builders import make_group
 from tests.unit.scheduler.fakes import FakeGateway, FakeIndex, FakeWorker, running_loop, settle, until
 
@@ -155,7 +155,7 @@ async def killed_run(kill_at: int | None, *, kills_scheduler: bool, has_redis: b
         fleet.on_kill = kill
         try:
             is_confirmed = bool((await update(weights)).num_workers)
-        except (QuireError, Killed):
+        except (ServiceError, Killed):
             is_confirmed = False
         await weights.close()
     fleet.kill_at = None
