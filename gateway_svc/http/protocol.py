@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
+from weakref import WeakSet
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -88,21 +89,24 @@ class _Lingering:
 class HttpProtocol(H11Protocol):
     """Closes connections that are too slow, and refuses connections beyond `max_connections`."""
 
-    max_connections = 0  # set by `limited`
+    max_connections = 0  # set by `limited`, as the next one
+    opening: ClassVar[WeakSet[HttpProtocol]] = WeakSet()  # in a TLS handshake; uvloop drops those whose handshake fails
     _header_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
     is_discarding = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.opening.add(self)
         self.conn: _Connection = _Connection(h11.SERVER, MAX_HEADER_BYTES)
 
     @classmethod
     def limited(cls, max_connections: int) -> type[HttpProtocol]:
         """The protocol with this limit, for uvicorn, which creates one object per connection."""
-        return type("LimitedHttpProtocol", (cls,), {"max_connections": max_connections})
+        return type("LimitedHttpProtocol", (cls,), {"max_connections": max_connections, "opening": WeakSet()})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.opening.discard(self)
         super().connection_made(_Lingering(transport, self))  # type: ignore[arg-type]
         _detect_dead_peer(transport)
         if len(self.connections) > self.max_connections:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -32,10 +33,11 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._listen = listen
+        http = HttpProtocol.limited(max_connections)
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=HttpProtocol.limited(max_connections),  # h11 limits the size of headers
+                http=http,  # h11 limits the size of headers
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -48,6 +50,8 @@ class HttpServer:
                 ssl_context_factory=None if tls is None else lambda config, default: tls,
             )
         )
+        if tls is not None:
+            _limit_handshakes(tls, http, self._server.server_state.connections)
         self.address = ("", 0)
         self._task: asyncio.Task[None] | None = None
 
@@ -70,6 +74,18 @@ class HttpServer:
         if self._task is not None:
             self._server.should_exit = True
             await self._task
+
+
+def _limit_handshakes(tls: ssl.SSLContext, http: type[HttpProtocol], connections: Collection[object]) -> None:
+    """Close a connection at the start of its handshake if there are too many. uvicorn sees it only after that."""
+    wrap = tls.wrap_bio
+
+    def limited(*args: Any, **kwargs: Any) -> ssl.SSLObject:
+        if len(http.opening) + len(connections) > http.max_connections:
+            raise ssl.SSLError("too many open connections")
+        return wrap(*args, **kwargs)
+
+    tls.wrap_bio = limited  # type: ignore[method-assign]
 
 
 class _Server(uvicorn.Server):

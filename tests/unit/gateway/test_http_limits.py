@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
 import pytest
+import trustme
+import uvloop
 
 from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.http import protocol
+from gateway_svc.http.app import HttpApp
+from gateway_svc.http.server import HttpServer
+from svc_common.calls import RpcStats
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, until
 from tests.unit.gateway.test_http import COMPLETIONS, HttpGateway, ids_of
 
@@ -133,6 +139,29 @@ async def test_connections_beyond_the_limit_get_503(gateway: TestGateway) -> Non
             assert (await first.answer())[0] == 200
         await until(lambda: not http.server._server.server_state.connections)
         assert (await http.get("/version"))[0] == 200
+
+
+def test_connections_whose_handshake_is_under_way_count() -> None:
+    authority = trustme.CA()
+    served, trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(served)
+    authority.configure_trust(trusted)
+
+    async def connect() -> None:
+        app = HttpApp([], authenticator=None, stats=RpcStats())
+        server = HttpServer(app, "127.0.0.1:0", max_connections=2, tls=served)
+        await server.start()
+        half_open = [await asyncio.open_connection(*server.address) for _ in range(2)]
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await asyncio.open_connection(*server.address, ssl=trusted)
+        for _, writer in half_open:
+            writer.close()
+        await until(lambda: not server._server.config.http.opening)
+        _, writer = await asyncio.open_connection(*server.address, ssl=trusted)
+        writer.close()
+        await server.stop()
+
+    uvloop.run(connect())
 
 
 @pytest.mark.parametrize("data", [b"\x16\x03\x01\x00\r\n\r\n", b"GET /version HTTP/1.1\r\nx: " + b"a" * 70_000])
