@@ -52,7 +52,7 @@ class Events:
         self.newest.append(FleetEvent(now, text, is_bad, count))
 
 
-class Samples:
+class LoadSamples:
     """Owns the samples of the last hour. `keep_samples` of the service takes them."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from scheduler_svc.core.policy import TierKind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from scheduler_svc.core.sequence import Sequence as QueuedSequence
-from scheduler_svc.history import Events, Samples
+from scheduler_svc.history import Events, LoadSamples
 from scheduler_svc.metrics import SchedulerTimes
 from scheduler_svc.refusals import RETRY_NO_WORKER_S, RETRY_STOPPING_S, RetryAdvice, refusal_from
 from scheduler_svc.request_traces import RequestTraces, log_finished, log_queued
@@ -141,7 +141,7 @@ class StepLoop:
         self._is_stopped = False
         self.times = SchedulerTimes()
         self.events = Events()
-        self.samples = Samples()
+        self.samples = LoadSamples()
 
     # -- gateways -----------------------------------------------------------------------------------------------------
 

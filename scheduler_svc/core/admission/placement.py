@@ -368,19 +368,13 @@ class Placement:
         schedulable.
         """
         is_refused = self._refused_from != NEVER and entry.num_needed_tokens >= self._refused_from
-        is_known = entry.cached_as_of[0] == self._version
-        if is_refused and is_known and not entry.seq.group.features.selects_workers:
+        is_known, features = entry.cached_as_of[0] == self._version, entry.seq.group.features
+        if is_refused and is_known and not features.selects_workers:
             return WorkerChoice(self._workers[0], False, False, False)
         self._update_cached(entry, now)
-        if (
-            len(self._workers) == 1
-            and not self._is_mixed
-            and not entry.seq.group.features.needs_preparation
-            and self.moves is None
-        ):
+        if len(self._workers) == 1 and not (self._is_mixed or features.needs_preparation or self.moves is not None):
             return self._place_alone(entry)
-        seq = entry.seq
-        needs_preparation = seq.group.features.needs_preparation
+        seq, needs_preparation = entry.seq, features.needs_preparation
         eligible = self._candidates(entry)
         if eligible is None:
             return WorkerChoice(self._workers[0], False, False, is_held=True)

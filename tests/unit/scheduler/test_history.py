@@ -15,7 +15,7 @@ from scheduler_svc.history import (
     MAX_TEXT,
     SAMPLE_S,
     Events,
-    Samples,
+    LoadSamples,
     add_totals,
     history_to_proto,
 )
@@ -60,7 +60,7 @@ def test_the_tenants_that_used_the_most_are_listed() -> None:
 
 
 def test_samples_of_an_hour_are_kept() -> None:
-    samples = Samples()
+    samples = LoadSamples()
     for i in range(MAX_SAMPLES + 5):
         samples.add(SAMPLE_S * i, Load(num_running=i, num_waiting=2), (100 * i, i, 0))
     values = np.frombuffer(samples.to_bytes(SAMPLE_S * (MAX_SAMPLES + 5)), np.float32).reshape(-1, 6)
