@@ -15,8 +15,8 @@ from tests.processes.stack import Service, Stack, wait_idle
 
 MAX_MODEL_LEN = 32768
 FLAGS = ("--dtype", "float32", "--num-blocks", "5000", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
-# Without a cancel, one of these requests takes 30,000 steps: tens of seconds.
-LONG: dict[str, Any] = {"max_tokens": 30000, "temperature": 0.0, "ignore_eos": True}
+# Without a cancel, one of these requests takes 30,000 steps: tens of seconds. With a deadline it could be refused.
+LONG: dict[str, Any] = {"max_tokens": 30000, "temperature": 0.0, "ignore_eos": True, "timeout_s": None}
 FEW_STEPS = 10000
 
 
@@ -85,7 +85,7 @@ async def test_a_task_that_is_cancelled_cancels_its_request(client: AsyncClient)
 
 async def test_a_deadline_ends_a_request(client: AsyncClient) -> None:
     with pytest.raises(DeadlineExceeded):
-        await asyncio.gather(*(client.generate(token_ids=[i], timeout_s=0.3, **LONG) for i in range(6)))
+        await client.generate(token_ids=[1], **LONG | {"timeout_s": 0.3})  # the speed of an idle worker is not known
 
 
 async def test_abort_ends_streams_with_their_tokens_so_far(client: AsyncClient) -> None:
