@@ -169,7 +169,7 @@ class Stack:
         With `workers=0` it waits for the gateway only, for tests in which a scheduler is down.
         """
         gateway.wait_ready()
-        client = await AsyncClient.connect(gateway.address, timeout_s=120.0)
+        client = await AsyncClient.connect(gateway.address)
         if not workers:
             return client
         # A ready worker is leased a moment later, and the gateway learns its model after that.
