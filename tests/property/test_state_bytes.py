@@ -282,11 +282,14 @@ def test_states_that_moved_are_those_of_undisturbed_runs(model_dir):
     assert all(num_moved.values()), num_moved
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(2, 40))])
+MOVED = {0: True, 3: False}  # seeds that move images, from a tier (True) or from another worker
+
+
+@pytest.mark.parametrize("seed", [*MOVED, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(4, 40))])
 def test_states_after_images_are_those_of_undisturbed_runs(vision_dir, seed):
     run = Run(vision_dir, seed, has_moves=True, has_images=True)
     run.run()
-    assert seed or all(run.num_images_moved.values()), run.num_images_moved
+    assert seed not in MOVED or run.num_images_moved[MOVED[seed]], run.num_images_moved
 
 
 @pytest.mark.deep
