@@ -153,8 +153,11 @@ class ResidentAdapters(WorkerPart):
 
     def take_swap(self) -> AdapterSwap | None:
         """The next swap, if one is needed and possible."""
-        by_urgency = sorted((seq.group for seq in self.worker.running()), key=lambda group: -group.priority)
-        found = self.slots.take_swap({adapter_of(group): group.priority for group in by_urgency})
+        in_use: dict[bytes, float] = {}
+        for seq in self.worker.running():
+            adapter = adapter_of(seq.group)
+            in_use[adapter] = min(seq.group.priority, in_use.get(adapter, math.inf))
+        found = self.slots.take_swap(in_use)
         return None if found is None else AdapterSwap(self.worker.capacity.worker_id, *found)
 
 
