@@ -32,7 +32,7 @@ from scheduler_svc.core.messages import MigrationReason
 from scheduler_svc.core.rows import BlockTables, DecodeRun, RowTable
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QueueEntry, Sequence
-from scheduler_svc.core.speculation import Speculation
+from scheduler_svc.core.speculation import MAX_DRAFTS, Speculation
 from scheduler_svc.core.steps import answers, step_planner
 from scheduler_svc.core.steps.answers import Untrusted, untrusted_after
 from scheduler_svc.core.steps.forks import Forks
@@ -250,6 +250,16 @@ def row_joins_the_run_with_unknown_tokens(patch: Patch) -> None:
 @bug("beyond their tables")
 def drafts_in_a_full_pool_without_room_for_the_row(patch: Patch) -> None:
     wrap(patch, Speculation, "_room", lambda original, speculation, rows: np.maximum(original(speculation, rows), 0))
+
+
+@bug("beyond their tables", first_seed=81)
+def drafts_in_a_full_pool_beyond_the_blocks_of_the_row(patch: Patch) -> None:
+    def room(original: Any, speculation: Speculation, rows: np.ndarray) -> Any:
+        found = original(speculation, rows)
+        is_full = speculation._is_short_of_blocks
+        return np.where(found < 0, found, found + MAX_DRAFTS) if is_full else found
+
+    wrap(patch, Speculation, "_room", room)
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
