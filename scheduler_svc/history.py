@@ -1,10 +1,11 @@
-"""The past of a scheduler for the console: events, and requests that ended lately. All lists are bounded."""
+"""The past of a scheduler for the console: events, and requests that ended lately. All lists are bounded. Messages that
+are kept here have times of the event loop's clock; an answer has Unix times.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from heapq import nlargest
 from operator import sub
 
@@ -24,21 +25,11 @@ MAX_TEXT = 300  # characters of an event: workers choose their ids and errors
 JOIN_S = 10.0  # equal events within this time are one with a count
 
 
-@dataclass(slots=True)
-class FleetEvent:
-    """A change of a worker or a gateway, or requests with the same fate. `at` is the time of the first one."""
-
-    at: float
-    text: str
-    is_bad: bool
-    count: int
-
-
 class Events:
-    """Owns the newest events. Times are those of the event loop's clock."""
+    """Owns the newest events."""
 
     def __init__(self) -> None:
-        self.newest: deque[FleetEvent] = deque(maxlen=MAX_EVENTS)
+        self.newest: deque[pb.SchedulerEvent] = deque(maxlen=MAX_EVENTS)
 
     def add(self, now: float, text: str, *, is_bad: bool = False, count: int = 0) -> None:
         """Add an event. With a `count`, it is added to that of the same event of the last JOIN_S."""
@@ -49,7 +40,7 @@ class Events:
             if event.text == text:
                 event.count += count
                 return
-        self.newest.append(FleetEvent(now, text, is_bad, count))
+        self.newest.append(pb.SchedulerEvent(at=now, text=text, is_bad=is_bad, count=count))
 
 
 class LoadSamples:
@@ -71,43 +62,17 @@ class LoadSamples:
         return np.array([(now - at, *values) for at, *values in self.newest], dtype="<f4").tobytes()
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A time of one sample: queue, prefill, decode, or move (from the loss of its row to the next row)."""
-
-    name: str
-    sample_index: int
-    start: float
-    end: float
-    worker_id: str = ""
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTimeline:
-    """A request with its stages, without its content. `reason`: of its last end; empty while a sample is open."""
-
-    request_id: str
-    tenant_id: str
-    trace_id: str
-    arrival: float
-    ended_at: float
-    reason: str
-    prompt_tokens: int
-    output_tokens: int
-    stages: list[Stage]
-
-
 def history_to_proto(
-    events: Events, ended: Iterable[RequestTimeline], to_unix: Callable[[float], float]
+    events: Events, ended: Iterable[pb.RequestTimeline], to_unix: Callable[[float], float]
 ) -> pb.GetHistoryResponse:
     """The answer of GetHistory without a request. `to_unix` converts a time of the event loop."""
-    found = [
-        pb.SchedulerEvent(at=to_unix(event.at), text=event.text, is_bad=event.is_bad, count=event.count)
-        for event in events.newest
-    ]
-    records = [_record_to_proto(record, to_unix) for record in ended]
-    return pb.GetHistoryResponse(events=found, ended=records)
+    message = pb.GetHistoryResponse(events=events.newest)
+    for event in message.events:
+        event.at = to_unix(event.at)
+    for record in ended:
+        message.ended.append(_in_unix_time(record, to_unix))
+        del message.ended[-1].stages[:]
+    return message
 
 
 def add_totals(message: pb.GetHistoryResponse, refusals: Mapping[str, int], tenants: Mapping[str, Cost]) -> None:
@@ -117,25 +82,15 @@ def add_totals(message: pb.GetHistoryResponse, refusals: Mapping[str, int], tena
         message.tenants.add(tenant_id=name, processor_s=cost.processor_us / 1e6, block_s=cost.block_s)
 
 
-def request_to_proto(record: RequestTimeline | None, to_unix: Callable[[float], float]) -> pb.GetHistoryResponse:
+def request_to_proto(record: pb.RequestTimeline | None, to_unix: Callable[[float], float]) -> pb.GetHistoryResponse:
     """The answer of GetHistory for one request."""
-    if record is None:
-        return pb.GetHistoryResponse()
-    message = _record_to_proto(record, to_unix)
-    for stage in record.stages:
-        times = {"start": to_unix(stage.start), "end": to_unix(stage.end)}
-        message.stages.add(**asdict(stage) | times)
-    return pb.GetHistoryResponse(request=message)
+    return pb.GetHistoryResponse(request=None if record is None else _in_unix_time(record, to_unix))
 
 
-def _record_to_proto(record: RequestTimeline, to_unix: Callable[[float], float]) -> pb.RequestTimeline:
-    return pb.RequestTimeline(
-        request_id=record.request_id,
-        tenant_id=record.tenant_id,
-        trace_id=record.trace_id,
-        arrived_at=to_unix(record.arrival),
-        ended_at=to_unix(record.ended_at),
-        reason=record.reason,
-        prompt_tokens=record.prompt_tokens,
-        output_tokens=record.output_tokens,
-    )
+def _in_unix_time(record: pb.RequestTimeline, to_unix: Callable[[float], float]) -> pb.RequestTimeline:
+    message = pb.RequestTimeline()
+    message.CopyFrom(record)
+    message.arrived_at, message.ended_at = to_unix(record.arrived_at), to_unix(record.ended_at)
+    for stage in message.stages:
+        stage.start, stage.end = to_unix(stage.start), to_unix(stage.end)
+    return message

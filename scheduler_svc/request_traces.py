@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from quire.internal.v1.scheduler_pb2 import RequestStage, RequestTimeline
+
 from scheduler_svc.core.messages import Finished
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceGroup
-from scheduler_svc.history import MAX_ENDED, MAX_STAGES, RequestTimeline, Stage
+from scheduler_svc.history import MAX_ENDED, MAX_STAGES
 from step_protocol.messages import StepBatch
 
 if TYPE_CHECKING:
@@ -62,6 +64,11 @@ def log_finished(finished: Finished, now: float) -> None:
     )
 
 
+def _stage(index: int, name: str, start: float, end: float, worker_id: str, reason: str = "") -> RequestStage:
+    worker_id = "" if name == "queue" else worker_id
+    return RequestStage(name=name, sample_index=index, start=start, end=end, worker_id=worker_id, reason=reason)
+
+
 FirstTokenAt = Callable[[int, int, int], float | None]
 
 
@@ -80,7 +87,7 @@ class GroupTrace:
 
     group: SequenceGroup
     span: OpenSpan | None = None
-    stages: list[Stage] = field(default_factory=list)  # those that have ended
+    stages: list[RequestStage] = field(default_factory=list)  # those that have ended
     num_output_tokens: int = 0  # of the samples that have ended
     samples: dict[int, SampleTrace] = field(default_factory=dict)
 
@@ -103,13 +110,13 @@ class GroupTrace:
         first_token_at = now if first_token_at is None else first_token_at
         return [queue, ("prefill", opened_at, first_token_at), ("decode", first_token_at, now)]
 
-    def record(self, reason: str, ended_at: float, stages: list[Stage]) -> RequestTimeline:
+    def record(self, reason: str, ended_at: float, stages: list[RequestStage]) -> RequestTimeline:
         group = self.group
         return RequestTimeline(
             request_id=group.request_id,
             tenant_id=group.tenant_id,
             trace_id=group.traceparent.split("-")[1] if group.traceparent else "",
-            arrival=group.arrival,
+            arrived_at=group.arrival,
             ended_at=ended_at,
             reason=reason,
             prompt_tokens=len(group.prompt),
@@ -146,11 +153,9 @@ class RequestTraces:
             index, worker_id = sequence.sample_index, trace.sample(sequence.sample_index).worker_id
             token_at = first_token_at(group.owner, group.handle, index)
             found = trace.stages_of(index, token_at, now, has_output=False)
-            stages += [
-                Stage(name, index, start, stop, "" if name == "queue" else worker_id) for name, start, stop in found
-            ]
+            stages += [_stage(index, *times, worker_id) for times in found]
             if (lost_at := trace.sample(index).lost_at) is not None:
-                stages.append(Stage("move", index, lost_at, now, "", sequence.requeue_reason))
+                stages.append(_stage(index, "move", lost_at, now, "", sequence.requeue_reason))
         return trace.record("", now, stages)
 
     def begin(self, group: SequenceGroup, now: float) -> None:
@@ -207,11 +212,11 @@ class RequestTraces:
             "quire.from_worker": sample.worker_id,
             "quire.to_worker": worker_id,
         }
-        stage = Stage("move", sample_index, sample.lost_at, now, worker_id, reasons[0] if reasons else "")
+        stage = _stage(sample_index, "move", sample.lost_at, now, worker_id, reasons[0] if reasons else "")
         self._add(trace, stage, facts, "" if worker_id else "ended")
         sample.lost_at = None
 
-    def _add(self, trace: GroupTrace, stage: Stage, facts: Attributes, error: str) -> None:
+    def _add(self, trace: GroupTrace, stage: RequestStage, facts: Attributes, error: str) -> None:
         if len(trace.stages) < MAX_STAGES:
             trace.stages.append(stage)
         if self._tracer is not None and trace.span is not None:
@@ -255,5 +260,5 @@ class RequestTraces:
         if name == "decode":
             facts["quire.output_tokens"] = end.num_output_tokens
             facts["quire.recomputed_tokens"] = end.num_recomputed_tokens
-        worker_id = "" if name == "queue" else trace.sample(end.sample_index).worker_id
-        self._add(trace, Stage(name, end.sample_index, start, stop, worker_id), facts, error)
+        worker_id = trace.sample(end.sample_index).worker_id
+        self._add(trace, _stage(end.sample_index, name, start, stop, worker_id), facts, error)
