@@ -64,7 +64,7 @@ bench-gateway: $(STAMP)  ## streamed tokens per second of one gateway process wi
 	$(BIN)/python bench/gateway.py
 
 bench-http: $(STAMP)  ## streaming over HTTP compared with gRPC; memory of 1,000 idle streams
-	$(BIN)/python bench/sse.py
+	$(BIN)/python bench/gateway.py --http
 
 bench-requests: $(STAMP)  ## short requests: rate, cost in each process, time to the first token, compared with bare gRPC
 	$(BIN)/python bench/short_requests.py
@@ -72,7 +72,7 @@ bench-requests: $(STAMP)  ## short requests: rate, cost in each process, time to
 bench-start: $(STAMP)  ## time from quire up to the first token, and the speed of loading a checkpoint of 1 GiB
 	$(BIN)/python bench/start.py
 
-bench-worker: $(STAMP)  ## the CPU engine compared with a padded PyTorch loop and with the limits of this machine
+bench-worker: $(STAMP)  ## the CPU engine compared with the limits of this machine
 	$(BIN)/python bench/worker.py $(BENCH_FLAGS)
 
 bench-attention: $(STAMP)  ## attention of the CPU engine by shape, compared with torch

@@ -1,12 +1,11 @@
 #!/usr/bin/env python
 """The quality of placement and admission order: the real core in a simulated cluster on virtual time.
 
-    python bench/cluster.py [--seconds 60] [--speed 1] [--workloads chat,templates,agents] [--trace FILE]
+    python bench/cluster.py [--seconds 60] [--speed 1] [--workloads chat,templates,agents]
 
 Eight workers (`sessions`, `mixed`: three; `mix`: four, of which one is slow) with a linear service model (seconds per
 step = base + per prefill token + per row) serve generated workloads under several policies. Requests arrive at the
-times of their workload, even if the cluster is behind. A trace is JSON lines in the Mooncake format: timestamp (ms),
-input_length, output_length, hash_ids of the prompt's blocks of 512 tokens. The last line is one JSON object:
+times of their workload, even if the cluster is behind. The last line is one JSON object:
 
     {"chat": {"ours": {"hit": .., "ttft_p50_s": .., "ttft_p90_s": ..}, .., "hit_of_pooled": .., "p90_of_least": ..}, ..}
 
@@ -27,7 +26,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -47,7 +45,6 @@ Rng = np.random.Generator
 
 NUM_WORKERS = 8
 BLOCK_SIZE = 32
-TRACE_BLOCK_SIZE = 512
 VOCAB = 1 << 31
 PLAIN = {"aging_tokens_per_s": float("inf"), "max_bypass": 1 << 30, "reuse_bonus": 0.0}
 
@@ -249,18 +246,6 @@ def faster(workload: Workload, speed: float) -> Workload:
     return replace(workload, arrivals=[replace(arrival, at_s=arrival.at_s / speed) for arrival in workload.arrivals])
 
 
-def trace(path: Path, seconds: float) -> Workload:
-    """Requests of a trace file. Equal hash ids stand for equal tokens; answers are generated."""
-    arrivals = []
-    for line in path.read_text().splitlines():
-        entry = json.loads(line)
-        blocks = [tokens(np.random.default_rng(hash_id), TRACE_BLOCK_SIZE) for hash_id in entry["hash_ids"]]
-        prompt = np.concatenate(blocks)[: entry["input_length"]]
-        output = tokens(np.random.default_rng(len(arrivals)), entry["output_length"])
-        arrivals.append(Arrival(entry["timestamp"] / 1000, prompt, output))
-    return Workload(in_order(arrivals, seconds), num_blocks=16_384, max_num_batched_tokens=8192)
-
-
 # -- policies ----------------------------------------------------------------------------------------------------------
 
 
@@ -289,18 +274,6 @@ class BoundOnArrival(Placement):
         if has_room:
             self._count_in(i, entry.seq.data.num_tokens, 1)
         return WorkerChoice(self._workers[i], has_room, has_room and i in self._ready, not has_room)
-
-
-class LeastBacklog(Placement):
-    """Late binding to the worker that has the fewest tokens to prefill, in steps in flight and after them."""
-
-    def place(self, entry: QueueEntry, now: float, tokens_per_s: float | None) -> WorkerChoice:
-        self._update_cached(entry, now)
-        room, uncached = self._room(entry), entry.uncached_at
-        scores = self._load + uncached
-        i = int(np.where(room, scores, np.inf).argmin() if room.any() else scores.argmin())
-        self._count_in(i, int(uncached[i]), entry.num_rows)
-        return WorkerChoice(self._workers[i], bool(room[i]), bool(room[i] and i in self._ready), False)
 
 
 class LeastWork(Placement):
@@ -373,13 +346,6 @@ class Router(Policy):
         self._placement.end(handle)
 
 
-class Backlog(Policy):
-    knows_sessions = False
-
-    def make(self, config: SchedulerConfig) -> Scheduler:
-        return Scheduler(config, LeastBacklog(config))
-
-
 def round_robin() -> Callable[[list[int]], int]:
     turns = iter(range(1 << 62))
     return lambda num_open: next(turns) % len(num_open)
@@ -393,7 +359,6 @@ def policies(workload: Workload) -> dict[str, Policy]:
     return {
         "ours": Policy(),
         "without_sessions": WithoutSessions(),
-        "least_backlog": Backlog(),
         "least_work": LeastWorkPolicy(workload),
         "least_requests": Router(least_requests),
         "round_robin": Router(round_robin()),
@@ -588,15 +553,10 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=1.0, help="arrivals per time, as a multiple of the workload's")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma separated")
     parser.add_argument("--policies", default=",".join(policies(Workload([], 0))), help="comma separated")
-    parser.add_argument("--trace", type=Path, help="a trace file instead of generated workloads")
     args = parser.parse_args()
-    names = [] if args.trace else args.workloads.split(",")
-    makers = {name: WORKLOADS[name] for name in names}
-    if args.trace:
-        makers["trace"] = lambda seconds: trace(args.trace, seconds)
     figures: dict[str, dict[str, object]] = {}
-    for name, make in makers.items():
-        workload = faster(make(args.seconds), args.speed)
+    for name in args.workloads.split(","):
+        workload = faster(WORKLOADS[name](args.seconds), args.speed)
         print(f"{name}: {len(workload.arrivals)} requests", flush=True)
         results = compare(workload, args.policies.split(","))
         figures[name] = {**results}

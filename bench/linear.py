@@ -24,10 +24,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
+from bench.machine import processor
 from bench.workloads import QWEN3_06B, SMALL, Model
 from worker_svc.engine.kernels.build import load_kernels_of
 from worker_svc.engine.kernels.four_bits import FourBitRows, units_of
@@ -131,11 +131,6 @@ def measure(layer: Layer, working_set: int, args: argparse.Namespace) -> Iterato
             for name, calls in copies.items():
                 best[name] = min(best[name], 1e3 * thread_seconds(calls, x))
         yield n, best
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def print_rows(title: str, times: dict[int, dict[str, float]]) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """The capacity of one scheduler: 64 workers and 20,000 running sequences on one CPU core, without I/O or real workers.
 
-    python bench/scale.py [--workers 64] [--rows 312] [--steps 100] [--mean-output 1000] [--waiting 5000] [--profile]
+    python bench/scale.py [--workers 64] [--rows 312] [--steps 100] [--mean-output 1000] [--waiting 5000]
 
 Time is virtual: a worker takes 10 ms for a step and has two in flight. Two phases are measured in thread CPU time:
 `steady`, in which all sequences decode, and `churn`, in which each answer that ends is replaced by a new request while
@@ -13,11 +13,9 @@ is one JSON object.
 from __future__ import annotations
 
 import argparse
-import cProfile
 import gc
 import heapq
 import json
-import pstats
 import time
 
 import numpy as np
@@ -145,31 +143,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="measured steps per worker")
     parser.add_argument("--mean-output", type=int, default=1000, help="mean tokens per answer in `churn`")
     parser.add_argument("--waiting", type=int, default=5000, help="requests in the queue in `churn`")
-    parser.add_argument("--profile", action="store_true", help="print a profile of `churn` instead of figures")
     args = parser.parse_args()
     num_rows, num_steps = args.workers * args.rows, args.workers * args.steps
     meter = StealMeter()
     figures = {}
     phases = {"steady": None, "churn": args.mean_output}
-    for phase, mean_output in phases.items() if not args.profile else [("churn", args.mean_output)]:
+    for phase, mean_output in phases.items():
         print(f"{phase}: {args.workers} workers, {num_rows} sequences", flush=True)
         cluster = Cluster(args.workers, args.rows)
         fill(cluster, num_rows, mean_output)
         if mean_output is not None:
             cluster.add_some(args.waiting, mean_output)
-        if args.profile:
-            profile(cluster, num_steps, mean_output)
-            return
         figures[phase] = measure(cluster, num_steps, mean_output)
         print(f"  {figures[phase]}", flush=True)
         del cluster
     print(json.dumps({**figures, **describe(), "steal_pct": meter.pct()}))
-
-
-def profile(cluster: Cluster, num_steps: int, mean_output: int | None) -> None:
-    profiler = cProfile.Profile()
-    profiler.runcall(measure, cluster, num_steps, mean_output)
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 
 if __name__ == "__main__":

@@ -250,7 +250,7 @@ def quire_bench(requests: Path, *flags: str, cores: Sequence[int] | None = None)
 def engine_speed(name: str, args: argparse.Namespace) -> dict[str, float]:
     """The same engine without scheduler and RPC: tok_s and tok_per_cpu_s."""
     flags = ["--workloads", name, "--numbers", "bfloat16", "--threads", str(args.threads), "--repeats", "1"]
-    flags += ["--no-padded", "--max-num-batched-tokens", str(args.max_num_batched_tokens)]
+    flags += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
     return dict(last_json([sys.executable, "bench/worker.py", *flags], cores=args.places.model)[name]["bfloat16"])
 
 

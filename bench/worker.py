@@ -1,16 +1,14 @@
 """The CPU worker's engine alone: output tokens per second, no scheduler, no RPC, greedy, exact mode.
 
     python bench/worker.py                    # w1, w2, w3 in float32, bfloat16 and int8; about five minutes
-    python bench/worker.py --quick            # fewer requests and layers, under a minute
-    python bench/worker.py --workloads w1 --numbers bfloat16 --profile
+    python bench/worker.py --workloads w1 --numbers bfloat16
     python bench/worker.py --numbers bfloat16 --speculation    # drafts of which a share is right
-    python bench/worker.py --recurrent --numbers bfloat16,float32   # Qwen3.5-0.8B beside a dense model, transformers
 
-The same run measures a padded PyTorch loop (bench/padded.py), the speed of one large product per number type, and the
-speed of reading memory. `of_limit` is the least possible time for the linear layers of the workload's steps (for each
-step the longer of multiplying and reading the weights), divided by the measured time. int8 is --quantize int8 with
-bfloat16. tok_s is the best of the repeats; tok_per_cpu_s uses processor time, which other processes disturb less. A run
-that lost much time to other virtual machines is repeated (bench/machine.py). The last line is one JSON object.
+The same run measures the speed of one large product per number type, and the speed of reading memory. `of_limit` is
+the least possible time for the linear layers of the workload's steps (for each step the longer of multiplying and
+reading the weights), divided by the measured time. int8 is --quantize int8 with bfloat16. tok_s is the best of the
+repeats; tok_per_cpu_s uses processor time, which other processes disturb less. A run that lost much time to other
+virtual machines is repeated (bench/machine.py). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import json
 import os
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,33 +29,20 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # quire-worker sets it too;
 import numpy as np
 import torch
 
-from bench.machine import Figures, StealMeter, describe, quiet
-from bench.padded import PaddedLoop
+from bench.machine import Figures, describe, quiet
 from bench.speculation import GREEDY, measure_speculation
-from bench.workloads import QWEN3_06B, WORKLOADS, Request, Workload, make_model
+from bench.workloads import WORKLOADS, Request, Workload, make_model
 from request_fields.fields import SamplingParams
 from step_protocol.columns import EMPTY
 from step_protocol.messages import RowOpen, StepBatch
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.cpu.backend import make_backend
-from worker_svc.engine.kernels import linear as kernel_linear
-from worker_svc.engine.kernels import torch_linear as linear
 from worker_svc.engine.kernels.machine import available_cores
 from worker_svc.engine.model_runner import ModelRunner
 
 NUMBERS = {"float32": ("float32", None), "bfloat16": ("bfloat16", None), "int8": ("bfloat16", "int8")}
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 LIMIT_SHAPE = (512, 4096, 1024)  # rows, outputs, inputs of the product whose speed is the limit
-RECURRENT_PROMPT, RECURRENT_OUTPUT = 256, 32
-TRANSFORMERS_PROMPT, TRANSFORMERS_OUTPUT = 64, 8  # it is slower
-RECURRENT_SHAPES: dict[str, Any] = {  # shapes of Qwen3.5-0.8B, with a smaller vocabulary
-    "vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "head_dim": 256,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "tie_word_embeddings": True,
-}  # fmt: skip
-DENSE_SHAPES: dict[str, Any] = QWEN3_06B | {"vocab_size": 32768, "num_hidden_layers": 24, "intermediate_size": 4704}
-QUICK_REQUESTS = {"w1": 16, "w2": 4, "w3": 16}
-QUICK_LAYERS = 4
 
 
 @dataclass
@@ -217,8 +201,6 @@ def measure_engine(folder: Path, number: str, workload: Workload, args: argparse
     loop = Loop(runner, workload)
     loop.run(GREEDY)
     runs = [quiet(partial(timed, loop)) for _ in range(args.repeats)]
-    if args.profile:
-        profile(loop)
     seconds = min(run["seconds"] for run in runs)
     return {
         "tok_s": round(workload.num_output / seconds, 1),
@@ -237,139 +219,31 @@ def timed(loop: Loop) -> Figures:
     return {"seconds": seconds, "cpu_s": time.process_time() - cpu_before}
 
 
-def measure_padded(folder: Path, number: str, workload: Workload, args: argparse.Namespace) -> float:
-    torch.set_num_threads(args.threads)
-    loop = PaddedLoop(folder, getattr(torch, number))
-    return round(workload.num_output / min(loop.run(workload) for _ in range(args.repeats)), 1)
-
-
-def profile(loop: Loop) -> None:
-    """Prints the processor time of one run by operation of the backend, without the fused call: the last layer
-    computes attention for all tokens."""
-    backend, spent, calls = loop.runner._backend, Counter(), Counter()
-    loop.runner._model._fused = None
-
-    def timed(name, function):
-        def call(*args, **kwargs):
-            started = time.process_time()
-            result = function(*args, **kwargs)
-            spent[name] += time.process_time() - started
-            calls[name] += 1
-            return result
-
-        return call
-
-    for name in ("add_norm", "qk_norm_rope_store", "paged_attention", "gated_activation", "sample"):
-        setattr(backend, name, timed(name, getattr(backend, name)))
-    layers = [linear.PackedLinear, kernel_linear.KernelLinear]
-    originals = [layer.__call__ for layer in layers]
-    for layer in layers:
-        layer.__call__ = timed("linear", layer.__call__)
-    started = time.process_time()
-    loop.run(GREEDY)
-    total = time.process_time() - started
-    for layer, original in zip(layers, originals, strict=True):
-        layer.__call__ = original
-    spent["rest"] = total - sum(spent.values())
-    for name, seconds in spent.most_common():
-        print(f"    {name:20s} {seconds:7.3f} s {seconds / total:6.1%} {calls[name]:7d} calls")
-
-
-def choose_workload(name: str, *, is_quick: bool) -> Workload:
-    workload = WORKLOADS[name]()
-    if not is_quick:
-        return workload
-    model = workload.model | {"num_hidden_layers": QUICK_LAYERS}
-    return workload._replace(requests=workload.requests[: QUICK_REQUESTS[name]], model=model)
-
-
 def measure(name: str, args: argparse.Namespace, limits: Limits) -> dict[str, Any]:
     """All figures of one workload."""
-    workload = choose_workload(name, is_quick=args.quick)
+    workload = WORKLOADS[name]()
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_model(Path(scratch), workload.model)
         for number in args.numbers:
             figures[number] = measure_engine(folder, number, workload, args, limits)
             print(f"{name} {number}: {figures[number]}", flush=True)
-        for number in {"float32", "bfloat16"} & set(args.numbers) if args.padded else ():
-            figures[f"padded_{number}"] = measure_padded(folder, number, workload, args)
-            print(f"{name} padded loop {number}: {figures[f'padded_{number}']} tok/s", flush=True)
     return figures
 
 
 def measure_drafts(number: str, args: argparse.Namespace) -> dict[str, Any]:
     """Drafts in one row and in many."""
     dtype, quantize = NUMBERS[number]
-    workload, most_rows = choose_workload("w2", is_quick=args.quick), max(args.rows)
+    workload, most_rows = WORKLOADS["w2"](), max(args.rows)
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_model(Path(scratch), workload.model)
         sizes = {"num_blocks": 16 * most_rows, "max_num_seqs": most_rows, "max_model_len": 256}
         runner = ModelRunner(EngineConfig(folder, dtype, quantize=quantize, threads=args.threads, **sizes))
     figures = dict[str, Any]()
     for num_rows in args.rows:
-        num_tokens = 120 if num_rows == 1 and not args.quick else 48
+        num_tokens = 120 if num_rows == 1 else 48
         figures |= measure_speculation(runner, num_rows, num_tokens, args.repeats, number)
     return figures
-
-
-def measure_recurrent(args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of one row: of a prompt, and of the output after a short one. Of Qwen3.5-0.8B's shapes, of a
-    dense model with as many active parameters, and of the first in transformers. All engines take turns; best of the
-    repeats."""
-    import transformers
-
-    prompt = np.random.default_rng(0).integers(3, RECURRENT_SHAPES["vocab_size"], RECURRENT_PROMPT).tolist()
-    meter, runs = StealMeter(), dict[str, Callable[[], tuple[float, float]]]()
-    with tempfile.TemporaryDirectory() as scratch:
-        torch.manual_seed(0)
-        model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**RECURRENT_SHAPES)).bfloat16().eval()
-        model.save_pretrained(Path(scratch, "recurrent"))
-        folders = {"recurrent": Path(scratch, "recurrent"), "dense": make_model(Path(scratch, "dense"), DENSE_SHAPES)}
-        sizes = {"num_blocks": 64, "max_num_seqs": 2, "max_model_len": 1024, "snapshot_memory": 0}
-        for number in args.numbers:
-            for name, folder in folders.items():
-                dtype, quantize = NUMBERS[number]
-                runner = ModelRunner(EngineConfig(folder, dtype, quantize=quantize, threads=args.threads, **sizes))
-                runs[f"{name} {number}"] = partial(_speeds, runner, prompt)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for _ in range(args.repeats):
-        for name, run in runs.items():
-            found[name].append(run())
-    torch.set_num_threads(args.threads)
-    for number in {"float32", "bfloat16"} & set(args.numbers):
-        found[f"transformers {number}"] = [_speeds_of_transformers(model.to(getattr(torch, number)), prompt)]
-    return {
-        **{
-            name: dict(zip(("prompt", "decode"), map(_best, zip(*all_, strict=True)), strict=True))
-            for name, all_ in found.items()
-        },
-        "steal_pct": meter.pct(),
-    }
-
-
-def _best(speeds: tuple[float, ...]) -> float:
-    return round(max(speeds), 1)
-
-
-def _speeds(runner: ModelRunner, prompt: list[int]) -> tuple[float, float]:
-    """Tokens per second of a prompt, and of the output after a short one."""
-    wanted = ((RECURRENT_PROMPT, 1), (16, 1), (16, 1 + RECURRENT_OUTPUT))
-    loops = [Loop(runner, Workload([Request(prompt[:length], count)], DENSE_SHAPES, 0)) for length, count in wanted]
-    whole, short, long = (loop.run(GREEDY) for loop in loops)
-    return RECURRENT_PROMPT / whole, RECURRENT_OUTPUT / (long - short)
-
-
-@torch.inference_mode()
-def _speeds_of_transformers(model: Any, prompt: list[int]) -> tuple[float, float]:
-    started = time.perf_counter()
-    output = model(torch.tensor([prompt[:TRANSFORMERS_PROMPT]]), use_cache=True)
-    prompt_s = time.perf_counter() - started
-    started = time.perf_counter()
-    for _ in range(TRANSFORMERS_OUTPUT):
-        token = output.logits[:, -1:].argmax(-1)
-        output = model(token, past_key_values=output.past_key_values, use_cache=True)
-    return TRANSFORMERS_PROMPT / prompt_s, TRANSFORMERS_OUTPUT / (time.perf_counter() - started)
 
 
 def _choices(allowed: Any) -> Callable[[str], list[str]]:
@@ -391,21 +265,13 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=1024, help="per step (default 1024)")
     parser.add_argument("--determinism", choices=("exact", "best_effort"), default="exact")
     parser.add_argument("--repeats", type=int, default=3, help="number of runs; the fastest counts (default 3)")
-    parser.add_argument("--quick", action="store_true", help="fewer requests, 4 layers, one repeat")
-    parser.add_argument("--no-padded", dest="padded", action="store_false", help="leave out the padded PyTorch loop")
-    parser.add_argument("--profile", action="store_true", help="print the engine's time by operation")
     parser.add_argument("--speculation", action="store_true", help="measure drafts, and nothing else")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="of --speculation (default 1 16 64)")
-    parser.add_argument("--recurrent", action="store_true", help="measure a model with recurrent layers, nothing else")
     args = parser.parse_args()
-    if args.recurrent:
-        print(json.dumps({**describe(), "threads": args.threads, "recurrent": measure_recurrent(args)}))
-        return
     if args.speculation:
         figures = {number: measure_drafts(number, args) for number in args.numbers}
-        print(json.dumps({**describe(), "threads": args.threads, "quick": args.quick, "speculation": figures}))
+        print(json.dumps({**describe(), "threads": args.threads, "speculation": figures}))
         return
-    args.repeats = 1 if args.quick else args.repeats
     limits = measure_limits(args.numbers, args.threads)
     figures = {name: measure(name, args, limits) for name in args.workloads}
     print(
@@ -414,7 +280,6 @@ def main() -> None:
                 **describe(),
                 "torch": torch.__version__,
                 "threads": args.threads,
-                "quick": args.quick,
                 "read_gb_s": round(limits.read / 1e9, 1),
                 "gmac_s": {number: round(macs / 1e9, 1) for number, macs in limits.macs.items()},
                 **figures,

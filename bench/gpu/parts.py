@@ -39,7 +39,6 @@ PARTS: dict[int, tuple[Section, ...]] = {
         Section("races", 120.0, "bench.gpu.sanitize:few_kernels"),
     ),
     3: (
-        _speed("counters", 120.0, "bench.gpu.counters:counters"),
         _speed("other_settings", 60.0, "bench.gpu.model:other_settings"),
         _speed("without_early_starts", 25.0, "bench.gpu.model:without_early_starts"),
         _speed("exact_cost", 60.0, "bench.gpu.model:exact_cost"),

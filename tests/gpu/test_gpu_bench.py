@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import triton
 
-from bench.gpu import counters, exact_bits, kernel_times, model, peers, self_checks, toolchain
+from bench.gpu import exact_bits, kernel_times, model, peers, self_checks, toolchain
 from bench.gpu.extras import blocks, extras
 from bench.gpu.libraries import libraries
 from bench.gpu.parts import PARTS, chosen_sections
@@ -198,40 +198,11 @@ def test_bits_are_compared(tmp_path, monkeypatch):
     assert (report.rows[-1]["ok"], report.rows[-1]["note"]) == (False, "tokens whose log probabilities differ: [1]")
 
 
-NCU = """==PROF== Connected
-"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
-"0","7","paged_attention_kernel","dram__bytes.sum","Mbyte","1.0"
-"0","7","paged_attention_kernel","gpu__time_duration.sum","us","9.0"
-"1","7","paged_attention_kernel","dram__bytes.sum","Mbyte","1,200.5"
-"1","7","paged_attention_kernel","gpu__time_duration.sum","us","400.0"
-"1","7","paged_attention_kernel","smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio","inst","0.5"
-"1","7","paged_attention_kernel","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio","inst","2.5"
-"""
-
-
 def with_program(tmp_path, monkeypatch, name: str, script: str) -> None:
     """A program of this name on PATH."""
     (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-
-
-def test_counters_are_read_from_the_table_of_ncu(tmp_path, monkeypatch):
-    report = Report(is_smoke=True)
-    monkeypatch.setattr(counters, "PLACES", ())
-    monkeypatch.setenv("PATH", "/nowhere")
-    counters.counters(report)
-    assert report.rows[0]["note"] == "was not found; it is part of the CUDA toolkit"
-    monkeypatch.undo()
-    (tmp_path / "table").write_text(NCU)
-    with_program(tmp_path, monkeypatch, "ncu", f"cat {tmp_path}/table")
-    counters.counters(report)
-    row = report.rows[1]
-    assert (row["name"], row["ms"], row["note"]) == ("attention nano exact", 0.4, "wait 2.5, barrier 0.5")
-    assert row["gb_s"] == pytest.approx(3001.25)
-    with_program(tmp_path, monkeypatch, "ncu", "echo ERR_NVGPUCTRPERM; exit 1")
-    counters.counters(report)
-    assert "exit code 1: ERR_NVGPUCTRPERM" in report.rows[2]["note"]
 
 
 def pack_source(folder: Path, name: str, files: dict[str, str]) -> None:

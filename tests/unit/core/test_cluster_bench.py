@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bench.cluster import (
-    BLOCK_SIZE,
-    WORKLOADS,
-    Arrival,
-    Workload,
-    compare,
-    mix,
-    oracle_hits,
-    templates,
-    trace,
-)
+from bench.cluster import BLOCK_SIZE, WORKLOADS, Arrival, Workload, compare, mix, oracle_hits, templates
 
 
 def test_what_is_cached_is_found_more_often_than_by_a_router_in_front() -> None:
@@ -55,17 +43,3 @@ def test_the_oracle_keeps_what_is_used_first() -> None:
     assert oracle_hits(Workload(arrivals, 6, num_workers=1)) == 6 * BLOCK_SIZE / size
     assert oracle_hits(Workload(arrivals, 4, num_workers=1)) == 4 * BLOCK_SIZE / size, "LRU would hit nothing"
     assert oracle_hits(Workload(arrivals, 2, num_workers=2)) == 4 * BLOCK_SIZE / size
-
-
-def test_a_trace_shares_what_its_hash_ids_share(tmp_path: Path) -> None:
-    entries = [
-        {"timestamp": 0, "input_length": 1000, "output_length": 2, "hash_ids": [1, 2]},
-        {"timestamp": 2000, "input_length": 1500, "output_length": 2, "hash_ids": [1, 2, 3]},
-    ]
-    path = tmp_path / "trace.jsonl"
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    first, second = trace(path, 60.0).arrivals
-    assert second.at_s == 2.0
-    assert (len(first.prompt), len(second.prompt)) == (1000, 1500)
-    assert (first.prompt == second.prompt[:1000]).all()
-    assert compare(trace(path, 60.0), ["ours"])["ours"]["hit"] == round(992 / 2500, 4)
