@@ -28,12 +28,13 @@ from quire.internal.v1 import worker_pb2
 
 from bench.machine import StealMeter, describe
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import BlockMovement, WorkerCapacity, split_deltas
+from scheduler_svc.core.messages import WorkerCapacity, split_deltas
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 from scheduler_svc.gateways import wire
 from scheduler_svc.workers import wire as worker_wire
 from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.types import BlockMovement
 
 STEPS = 200
 NUM_DRAFTS = 3

@@ -28,8 +28,9 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from request_fields.checks import default_sampling
 from step_protocol.columns import F32
-from step_protocol.features import PooledRows, Pooling, PoolingKind, PoolingTask
+from step_protocol.features import PooledRows
 from step_protocol.messages import RowOpen, StepBatch
+from step_protocol.types import Pooling, PoolingKind, PoolingTask
 from worker_svc.engine.config import ComputeDtype, EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +25,7 @@ PROTO_ROOT = ROOT / "protos"
 LINE = 120  # characters
 COMMENT = re.compile(r"\s*// ?(.*)")
 HEAD = re.compile(r"(message|enum|service) (\w+) {")
+VALUE = re.compile(r"  ([A-Z]\w+) = (\d+);")
 FIELD = re.compile(r"\s+(optional |repeated )?([\w.]+|map<.*>) (\w+) = \d+;")
 SCALARS = {
     **dict.fromkeys(("double", "float"), ("float", "0.0")),
@@ -50,8 +51,6 @@ HEAD_OF_MODULE = '''# Generated from the .proto files by scripts/gen_types.py. E
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
-
 {imports}
 '''
 OPTIONS = '''# Generated from request_fields/fields.py by scripts/gen_types.py. Edit that file.
@@ -71,6 +70,12 @@ class RequestOptions(TypedDict, total=False):
 
 '''
 ENUM = "str", '"unknown"'
+IDS = "U32", "field(default_factory=lambda: EMPTY)", "np.array(message.{}, np.uint32)"
+ALLOWED = (
+    "dict[int, U32]",
+    "field(default_factory=dict)",
+    "{{at.position: np.array(at.ids, np.uint32) for at in message.{}}}",
+)
 
 
 class Field(NamedTuple):
@@ -95,9 +100,11 @@ class Copy:
 
     message: str
     name: str = ""  # name of the class; empty: the message's name
-    types: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # fields with another type and default
+    # Fields with another type and default, and the expression that reads the field `{}` of a message:
+    types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fields: tuple[str, ...] = ()  # in this order; empty: all, as the message has them
-    base: str = "Result"
+    base: str = ""
+    is_read: bool = False  # the class reads its message
 
 
 @dataclass(frozen=True)
@@ -108,13 +115,16 @@ class Module:
     doc: str
     imports: str  # lines
     copies: tuple[Copy, ...]
+    enums: Mapping[str, str] = field(default_factory=dict)  # name of the value 0 of each enum; empty: it is never sent
+    base: str = ""  # base of the copies that name none
 
 
 MODULES = (
     Module(
         "client/quire_client/results.py",
         "Results of calls that have the fields of a message.",
-        "from quire_client.inputs import Image\nfrom quire_client.plain import Result, TokenCounts\n",
+        "from typing import Any\n\nfrom quire_client.inputs import Image\n"
+        "from quire_client.plain import Result, TokenCounts\n",
         (
             Copy("ToolCall"),
             Copy("ToolCallPart", "ToolCallDelta"),
@@ -135,6 +145,29 @@ MODULES = (
             Copy("SchedulerStatus"),
             Copy("GetStatusResponse", "Status", {"pins_by_owner": ("dict[str, int]", "field(default_factory=dict)")}),
         ),
+        base="Result",
+    ),
+    Module(
+        "step_protocol/types.py",
+        "What rows carry into a step, why they fail, and what a worker announces.",
+        "from enum import Enum\nfrom typing import Any, Self\n\nimport numpy as np\n\n"
+        "from step_protocol.columns import EMPTY, U32\n",
+        (
+            Copy("CarriedInput", is_read=True),
+            Copy("EncoderInput", types={"allowed": ALLOWED, "banned_ids": IDS, "first_banned_ids": IDS}, is_read=True),
+            Copy("Pooling", types={"token_ids": IDS}, is_read=True),
+            Copy(
+                "RowError",
+                types={"code": ("RowErrorCode", "RowErrorCode.INTERNAL")},
+                fields=("row", "message", "code"),
+            ),
+            Copy("CacheGroup", types={"block_bytes": ("int", "1")}, is_read=True),
+            Copy("BlockMovement", is_read=True),
+            Copy("PoolingInfo"),
+            Copy("AudioInfo"),
+            Copy("EncoderInfo", types={"audio": ("AudioInfo | None", "None")}),
+        ),
+        enums={"PoolingKind": "", "PoolingTask": "", "RowErrorCode": "", "WorkerRole": "BOTH"},
     ),
 )
 
@@ -144,13 +177,13 @@ class Protocol:
 
     def __init__(self) -> None:
         self.messages: dict[str, Message] = {}
-        self.enums: set[str] = set()
+        self.enums: dict[str, Message] = {}  # values as fields: their names, and their numbers as labels
         for path in sorted(PROTO_ROOT.glob("quire/**/*.proto"), key=lambda path: "internal" not in path.parts):
             self._read(path.read_text().splitlines())
 
     def _read(self, lines: Iterable[str]) -> None:
         comment: list[str] = []
-        message = Message("")
+        message, prefix = Message(""), ""
         for line in lines:
             if found := COMMENT.match(line):
                 comment.append(found[1])
@@ -160,48 +193,97 @@ class Protocol:
                 if found[1] == "message":
                     self.messages[found[2]] = message
                 elif found[1] == "enum":
-                    self.enums.add(found[2])
+                    self.enums[found[2]], prefix = message, f"{_upper(found[2])}_"
             elif found := FIELD.match(line):
                 message.fields[found[3]] = Field(found[1] or "", found[2].rpartition(".")[2], " ".join(comment))
+            elif found := VALUE.match(line):
+                message.fields[found[1].removeprefix(prefix)] = Field(found[2], "", " ".join(comment))
             comment = []
 
 
 def source(module: Module, protocol: Protocol) -> str:
     """The text of a generated module."""
     names = {copy.message: copy.name or copy.message for copy in module.copies}
-    public = "".join(f'    "{name}",\n' for name in sorted(names.values()))
-    by_message = "".join(f'    "{message}": {name},\n' for message, name in names.items())
-    parts = [
-        f"__all__ = [\n{public}]\n",
-        *(_class(copy, names, protocol) for copy in module.copies),
-        f"MESSAGES: dict[str, type[Any]] = {{\n{by_message}}}\n",
-    ]
-    return HEAD_OF_MODULE.format(doc=module.doc, imports=module.imports) + "\n\n".join(parts)
+    classes = [_class(copy, module, names, protocol) for copy in module.copies]
+    if module.base:
+        public = "".join(f'    "{name}",\n' for name in sorted(names.values()))
+        by_message = "".join(f'    "{message}": {name},\n' for message, name in names.items())
+        classes = [
+            f"__all__ = [\n{public}]\n",
+            *classes,
+            f"MESSAGES: dict[str, type[Any]] = {{\n{by_message}}}\n",
+        ]
+    else:
+        used = dict.fromkeys(
+            one.kind for copy in module.copies for one in protocol.messages[copy.message].fields.values()
+        )
+        classes = [
+            *(_enum(name, module.enums, protocol.enums[name]) for name in used if name in protocol.enums),
+            *classes,
+        ]
+    return HEAD_OF_MODULE.format(doc=module.doc, imports=module.imports) + "\n\n".join(classes)
 
 
-def _class(copy: Copy, names: Mapping[str, str], protocol: Protocol) -> str:
-    message = protocol.messages[copy.message]
+def _class(copy: Copy, module: Module, names: Mapping[str, str], protocol: Protocol) -> str:
+    message, base = protocol.messages[copy.message], copy.base or module.base
     lines = [
         "@dataclass(frozen=True, slots=True)",
-        f"class {names[copy.message]}({copy.base}):",
+        f"class {names[copy.message]}" + (f"({base}):" if base else ":"),
         *_docstring(message.comment),
         "",
     ]
+    reads = []
     for name in copy.fields or message.fields:
-        annotation, default = copy.types.get(name) or _type(message.fields[name], names, protocol.enums)
+        one = message.fields[name]
+        annotation, default, *read = copy.types.get(name) or _type(one, names, module, protocol.enums)
         lines.append(f"    {name}: {annotation}" + (f" = {default}" if default else ""))
-        lines += _docstring(message.fields[name].comment)
+        lines += _docstring(one.comment)
+        reads.append(read[0].format(name) if read else f"message.{name}")
+    if copy.is_read:
+        lines += ["", "    @classmethod", "    def read(cls, message: Any) -> Self:"]
+        lines += ['        """The fields of a message."""', "        return cls("]
+        lines += [*(f"            {read}," for read in reads), "        )"]
     return "\n".join(lines) + "\n"
 
 
-def _type(one: Field, names: Mapping[str, str], enums: Set[str]) -> tuple[str, str]:
-    """The annotation and the default of a field."""
+def _enum(name: str, zeros: Mapping[str, str], enum: Message) -> str:
+    """The class of an enum and its members by number; of an enum without a class, the names of its values."""
+    (_, zero), *others = enum.fields.items()
+    if name not in zeros:
+        return _table(name, "str", {one.label: f'"{value.lower()}"' for value, one in others})
+    kept = [(zeros[name], zero), *others] if zeros[name] else others
+    lines = [f"class {name}(Enum):", *_docstring(enum.comment), ""]
+    for value, one in kept:
+        lines += [f'    {value} = "{value.lower()}"', *_docstring(one.comment)]
+    return "\n".join(lines) + "\n\n\n" + _table(name, name, {one.label: f"{name}.{value}" for value, one in kept})
+
+
+def _table(name: str, kind: str, by_number: Mapping[str, str]) -> str:
+    pairs = "".join(f"    {number}: {value},\n" for number, value in by_number.items())
+    return f"{_upper(name)}S: dict[int, {kind}] = {{\n{pairs}}}\n"
+
+
+def _upper(name: str) -> str:
+    """The name of an enum as its values begin with it."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper()
+
+
+def _type(one: Field, names: Mapping[str, str], module: Module, enums: Mapping[str, Message]) -> tuple[str, ...]:
+    """The annotation and the default of a field, and the expression that reads it."""
+    if one.kind.startswith("map<string"):
+        return "dict[str, int]", "field(default_factory=dict)", "dict(message.{})"
+    if one.kind in enums and not module.base:
+        first = module.enums.get(one.kind) or list(enums[one.kind].fields)[1]
+        known = f"{_upper(one.kind)}S.get(message.{{0}}, "
+        if one.kind in module.enums:
+            return one.kind, f"{one.kind}.{first}", f"{known}{one.kind}.{first})"
+        return "str", '""', f"{known}str(message.{{0}}))"
     name, default = ENUM if one.kind in enums else SCALARS.get(one.kind, ("", ""))
     if not name:
         name = names[one.kind]
         default = f"{name}()"
     if one.label == "repeated ":
-        return f"tuple[{name}, ...]", "()"
+        return f"tuple[{name}, ...]", "()", "tuple(message.{})"
     return (f"{name} | None", "None") if one.label else (name, default)
 
 

@@ -9,13 +9,13 @@ takes three times as long.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar
 from step_protocol.columns import EMPTY, F32, NO_FLOATS, U32, Bools, HasParts, Part
-from step_protocol.features import LogprobColumns, Pooling
+from step_protocol.features import LogprobColumns
+from step_protocol.types import CarriedInput, EncoderInput, Pooling, RowError
 
 
 def _empty() -> U32:
@@ -45,19 +45,6 @@ NO_RULES = TokenRules()
 
 
 @dataclass(frozen=True, slots=True)
-class CarriedInput:
-    """An input that takes positions of a prompt in place of vocabulary tokens. inputs.py checks it."""
-
-    kind: str  # embeddings: [length, hidden size]; image: [height, width, channels * patch_size^2], see inputs.proto
-    digest: bytes
-    start: int  # first position
-    length: int  # number of positions
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes  # little-endian
-
-
-@dataclass(frozen=True, slots=True)
 class ImageSpan:
     """The tokens of one image in a sequence."""
 
@@ -72,17 +59,6 @@ class ImageSpan:
     @property
     def end(self) -> int:
         return self.start + self.length
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderInput:
-    """The encoder positions at the head of a row's tokens, and rules for the ids of its output."""
-
-    num_tokens: int  # without padding to a whole block
-    allowed: dict[int, U32] = field(default_factory=dict)  # output position -> the only ids that can be sampled there
-    banned_ids: U32 = field(default_factory=_empty)  # at all other positions
-    first_banned_ids: U32 = field(default_factory=_empty)  # at output position `first_banned_at`
-    first_banned_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,24 +130,6 @@ class StepBatch(HasParts):
     then: list[StepBatch] = field(default_factory=list)  # further steps of the same message, answered together
     # Known to the worker only:
     draft_lens: U32 | None = None  # [B] drafts at the end of each row's tokens. None: no row has any
-
-
-class RowErrorCode(Enum):
-    """Why one row failed in one step."""
-
-    NAN = "nan"  # its logits hold NaN, +inf or no finite number
-    BAD_INPUT = "bad_input"  # the batch contradicts the row's table, its history or the pool
-    INTERNAL = "internal"
-    GRAMMAR = "grammar"  # the request's grammar cannot be applied to this output, on any worker
-
-
-@dataclass(frozen=True, slots=True)
-class RowError:
-    """One row that failed in one step. The other rows are not affected."""
-
-    row: int
-    message: str
-    code: RowErrorCode = RowErrorCode.INTERNAL
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from quire.internal.v1 import encoder_pb2, inputs_pb2, pooling_pb2, worker_pb2
+from quire.internal.v1 import pooling_pb2, worker_pb2
 from quire.v1 import types_pb2
 
 from request_fields import checks
@@ -27,18 +27,16 @@ from step_protocol.columns import (
     u32_from_bytes,
     u32_to_bytes,
 )
-from step_protocol.features import ANSWER_PARTS, STEP_PARTS, LogprobColumns, Pooling, PoolingKind, PoolingTask
-from step_protocol.messages import (
-    NO_RULES,
+from step_protocol.features import ANSWER_PARTS, STEP_PARTS, LogprobColumns
+from step_protocol.messages import NO_RULES, ImageSpan, RowOpen, StepBatch, StepOutput, TokenRules
+from step_protocol.types import (
+    POOLING_KINDS,
+    POOLING_TASKS,
+    ROW_ERROR_CODES,
     CarriedInput,
     EncoderInput,
-    ImageSpan,
+    Pooling,
     RowError,
-    RowErrorCode,
-    RowOpen,
-    StepBatch,
-    StepOutput,
-    TokenRules,
 )
 
 DIGEST_BYTES = 16
@@ -52,35 +50,7 @@ CHANGES = (
     ("fork_rows", "fork_parents"),
 )
 STEP_FIELDS, ANSWER_FIELDS = by_field(STEP_PARTS), by_field(ANSWER_PARTS)
-ROW_ERROR_CODES = {
-    RowErrorCode.NAN: worker_pb2.ROW_ERROR_CODE_NAN,
-    RowErrorCode.BAD_INPUT: worker_pb2.ROW_ERROR_CODE_BAD_INPUT,
-    RowErrorCode.INTERNAL: worker_pb2.ROW_ERROR_CODE_INTERNAL,
-    RowErrorCode.GRAMMAR: worker_pb2.ROW_ERROR_CODE_GRAMMAR,
-}
-ERRORS_BY_CODE: dict[int, RowErrorCode] = {number: code for code, number in ROW_ERROR_CODES.items()}
-INPUT_KINDS = {
-    inputs_pb2.INPUT_KIND_EMBEDDINGS: "embeddings",
-    inputs_pb2.INPUT_KIND_IMAGE: "image",
-    inputs_pb2.INPUT_KIND_AUDIO: "audio",
-}
-INPUT_DTYPES = {
-    inputs_pb2.INPUT_DTYPE_FLOAT32: "float32",
-    inputs_pb2.INPUT_DTYPE_BFLOAT16: "bfloat16",
-    inputs_pb2.INPUT_DTYPE_FLOAT16: "float16",
-    inputs_pb2.INPUT_DTYPE_INT16: "int16",
-    inputs_pb2.INPUT_DTYPE_UINT8: "uint8",
-}
-POOLING_TASKS: dict[int, PoolingTask] = {
-    pooling_pb2.POOLING_TASK_VECTOR: PoolingTask.VECTOR,
-    pooling_pb2.POOLING_TASK_LOGITS: PoolingTask.LOGITS,
-    pooling_pb2.POOLING_TASK_CLASSES: PoolingTask.CLASSES,
-}
-POOLING_KINDS: dict[int, PoolingKind] = {
-    types_pb2.POOLING_KIND_LAST: PoolingKind.LAST,
-    types_pb2.POOLING_KIND_MEAN: PoolingKind.MEAN,
-    types_pb2.POOLING_KIND_CLS: PoolingKind.CLS,
-}
+ROW_ERROR_NUMBERS = {code: worker_pb2.RowErrorCode.ValueType(number) for number, code in ROW_ERROR_CODES.items()}
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
@@ -224,35 +194,12 @@ def _row_open(field: str, message: worker_pb2.RowOpen) -> RowOpen:
         num_candidates=message.num_candidates,
         adapter=_adapter_digest(field, message.adapter),
         pooling=_pooling(field, message.pooling) if message.HasField("pooling") else None,
-        inputs=tuple(map(_carried_input, message.inputs)),
-        encoder=_encoder(message.encoder) if message.HasField("encoder") else None,
+        inputs=tuple(map(CarriedInput.read, message.inputs)),
+        encoder=EncoderInput.read(message.encoder) if message.HasField("encoder") else None,
         images=_spans(f"{field}.images", message.images),
         snapshot=message.snapshot if message.HasField("snapshot") else None,
         group_tables=tuple(u32_from_bytes(table, f"{field}.group_tables") for table in message.group_tables),
         speculates=message.sampling.speculative or not message.sampling.HasField("speculative"),
-    )
-
-
-def _encoder(message: encoder_pb2.EncoderInput) -> EncoderInput:
-    return EncoderInput(
-        num_tokens=message.num_tokens,
-        allowed={entry.position: np.array(entry.ids, np.uint32) for entry in message.allowed},
-        banned_ids=np.array(message.banned_ids, np.uint32),
-        first_banned_ids=np.array(message.first_banned_ids, np.uint32),
-        first_banned_at=message.first_banned_at,
-    )
-
-
-def _carried_input(message: inputs_pb2.CarriedInput) -> CarriedInput:
-    """One input. The engine checks it, so that a bad input is an error of its row and not of the step."""
-    return CarriedInput(
-        kind=INPUT_KINDS.get(message.kind, str(message.kind)),
-        digest=message.digest,
-        start=message.start,
-        length=message.length,
-        dtype=INPUT_DTYPES.get(message.dtype, str(message.dtype)),
-        shape=tuple(message.shape),
-        data=message.data,
     )
 
 
@@ -267,14 +214,7 @@ def _pooling(field: str, message: pooling_pb2.Pooling) -> Pooling:
         raise _invalid(f"{field}.pooling.task", f"is {message.task}, expected one of {list(POOLING_TASKS)}")
     if message.task == pooling_pb2.POOLING_TASK_VECTOR and message.kind not in POOLING_KINDS:
         raise _invalid(f"{field}.pooling.kind", f"is {message.kind}, expected one of {list(POOLING_KINDS)}")
-    return Pooling(
-        task=POOLING_TASKS[message.task],
-        kind=POOLING_KINDS.get(message.kind, PoolingKind.LAST),
-        normalize=message.normalize,
-        dimensions=message.dimensions,
-        token_ids=np.array(message.token_ids, np.uint32),
-        second_text=message.second_text,
-    )
+    return Pooling.read(message)
 
 
 def _spans(field: str, data: bytes) -> tuple[ImageSpan, ...]:
@@ -322,7 +262,7 @@ def output_to_proto(output: StepOutput, *, worker_epoch: int, queue_us: int) -> 
     if output.draft_lens is not None:
         message.draft_lens = u32_to_bytes(output.draft_lens)
     for error in output.errors:
-        message.errors.add(row=error.row, code=ROW_ERROR_CODES[error.code], message=error.message)
+        message.errors.add(row=error.row, code=ROW_ERROR_NUMBERS[error.code], message=error.message)
     if output.logprobs is not None:
         output.logprobs.write(message.logprobs)
     for part in output.parts:
@@ -356,6 +296,6 @@ def _lens_of_rows(field: str, data: bytes, rows: U32) -> U32 | None:
 
 
 def _row_error(message: worker_pb2.RowError) -> RowError:
-    if message.code in ERRORS_BY_CODE:
-        return RowError(message.row, message.message, ERRORS_BY_CODE[message.code])
+    if message.code in ROW_ERROR_CODES:
+        return RowError(message.row, message.message, ROW_ERROR_CODES[message.code])
     return RowError(message.row, f"code {message.code}: {message.message}".removesuffix(": "))  # a newer worker's code

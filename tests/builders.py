@@ -18,10 +18,11 @@ from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.features.prompt_logprobs import PromptDelivery
-from scheduler_svc.core.messages import CacheGroup, WorkerCapacity
+from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Feature, Features, SequenceGroup, StopCondition
 from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.types import CacheGroup
 
 
 def make_capacity(

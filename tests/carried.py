@@ -7,7 +7,7 @@ import torch
 from quire.internal.v1 import inputs_pb2 as pb
 
 from prefix_index.content_ids import content_ids, input_digest
-from step_protocol.messages import CarriedInput
+from step_protocol.types import CarriedInput
 
 
 def embeddings(rows: torch.Tensor, start: int = 0) -> CarriedInput:

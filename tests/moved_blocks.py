@@ -6,8 +6,8 @@ import numpy as np
 
 from prefix_index.hashing import layout_digest
 from scheduler_svc.core.features.block_moves import BlockMove
-from scheduler_svc.core.messages import BlockMovement
 from step_protocol.messages import StepBatch
+from step_protocol.types import BlockMovement
 from worker_svc.engine.step_runner import StepRunner
 from worker_svc.kv_store.record import Origin, RecordFormat, WantedBlock
 

@@ -13,11 +13,12 @@ from quire.v1 import types_pb2
 
 from request_fields.fields import StopCondition
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import CacheGroup, WorkerCapacity
+from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import NO_FEATURES, Features, RowOptions, SequenceGroup
 from scheduler_svc.workers.wire import step_batch_to_proto
 from step_protocol.proto import batch_from_proto, output_from_proto, output_to_proto
+from step_protocol.types import CacheGroup
 from tests.invariants import check_scheduler
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.speculation.draft_len import StepTimes

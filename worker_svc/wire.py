@@ -12,7 +12,8 @@ from quire.v1 import types_pb2
 from request_fields import checks
 from step_protocol.columns import U32, WireError, u32_to_bytes
 from step_protocol.messages import StepBatch
-from step_protocol.proto import POOLING_KINDS, batch_from_proto
+from step_protocol.proto import batch_from_proto
+from step_protocol.types import POOLING_KINDS
 from svc_common.errors import InvalidRequestError
 from worker_svc.engine.adapters.store import AdapterEntry
 from worker_svc.engine.config import EngineInfo

@@ -30,8 +30,8 @@ from bench.gpu.report import Report
 from bench.lora import make_adapter
 from prefix_index.content_ids import content_ids, input_digest
 from request_fields.fields import SamplingParams
-from step_protocol.features import Pooling, PoolingKind, PoolingTask
-from step_protocol.messages import CarriedInput, RowErrorCode, RowOpen, StepBatch, TokenRules
+from step_protocol.messages import RowOpen, StepBatch, TokenRules
+from step_protocol.types import CarriedInput, Pooling, PoolingKind, PoolingTask, RowErrorCode
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu import check, loading, runner
 from worker_svc.engine.gpu.kernels.forms import Forms

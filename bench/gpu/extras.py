@@ -17,8 +17,9 @@ import torch
 from bench.gpu.model import Rows, load, make_checkpoint, time_decode
 from bench.gpu.report import Report, relative_error
 from prefix_index.content_ids import content_ids, input_digest
-from step_protocol.features import NO_CANDIDATES, BeamCandidates, PooledRows, Pooling, PoolingKind, PoolingTask
-from step_protocol.messages import CarriedInput, StepOutput
+from step_protocol.features import NO_CANDIDATES, BeamCandidates, PooledRows
+from step_protocol.messages import StepOutput
+from step_protocol.types import CarriedInput, Pooling, PoolingKind, PoolingTask
 from worker_svc.engine.decoder.pool.block_contents import BlockContents
 from worker_svc.engine.decoder.pool.block_payload import Filled
 from worker_svc.engine.gpu.device_blocks import DeviceBlocks

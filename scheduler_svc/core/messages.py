@@ -19,25 +19,7 @@ from request_fields.sizes import SizeLimits, blocks_before
 from scheduler_svc.core.sequence import Completion, FinishReason, SequenceGroup
 from step_protocol.columns import F32, U32, Bools
 from step_protocol.features import LogprobColumns, concat_columns, no_logprobs
-
-
-class WorkerRole(Enum):
-    """What a worker is for (features/roles.py)."""
-
-    BOTH = "both"
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-@dataclass(frozen=True, slots=True)
-class BlockMovement:
-    """How the blocks of a worker can leave and enter its pool."""
-
-    layout: bytes  # only workers with equal layouts exchange blocks
-    block_bytes: int
-    has_tier: bool = False
-    can_transfer: bool = False
-    role: WorkerRole = WorkerRole.BOTH
+from step_protocol.types import BlockMovement, CacheGroup, WorkerRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +31,6 @@ class MovedExtra:
     words: U32  # what it is, in place of the tokens of a block
     block_id: int  # where it goes; ids follow those of the blocks
     source_id: int | None  # where it comes from; None: the worker's tier
-
-
-@dataclass(frozen=True, slots=True)
-class CacheGroup:
-    """Layers with blocks of their own, because they attend to a window only."""
-
-    attention_window: int
-    num_blocks: int
-    block_bytes: int = 1
 
 
 @dataclass(frozen=True, slots=True)

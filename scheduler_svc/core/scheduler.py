@@ -63,7 +63,8 @@ from scheduler_svc.core.steps.answers import Stops, append_tokens, check_answer,
 from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerState
 from step_protocol.columns import EMPTY, I64, U32
-from step_protocol.messages import RowError, RowErrorCode, StepBatch, StepOutput
+from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.types import RowError, RowErrorCode
 
 DRAIN_TIMEOUT_S = 60.0  # of workers, unless the caller of DrainWorker sets another
 DRAIN_PATIENCE = 0.5  # fraction of it for which rows stay on a draining worker while no other one has room

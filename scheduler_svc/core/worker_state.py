@@ -63,7 +63,8 @@ from scheduler_svc.core.sequence import NEVER, Completion, QueueEntry, Refusal, 
 from scheduler_svc.core.speculation import Accepted, Speculation
 from scheduler_svc.core.windows import Windows
 from step_protocol.columns import EMPTY, I64, U32, Bools
-from step_protocol.messages import RowError, StepBatch, StepOutput
+from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.types import RowError
 
 
 @dataclass(slots=True)

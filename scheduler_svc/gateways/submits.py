@@ -29,7 +29,8 @@ from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.features.prompt_logprobs import PromptDelivery
 from scheduler_svc.core.sequence import NO_FEATURES, Feature, Features, RowOptions, SequenceGroup
 from step_protocol.columns import U32, WireError, u32_from_bytes, u32_to_bytes
-from step_protocol.proto import DIGEST_BYTES, POOLING_KINDS, POOLING_TASKS
+from step_protocol.proto import DIGEST_BYTES
+from step_protocol.types import POOLING_KINDS, POOLING_TASKS
 from svc_common.errors import InvalidRequestError
 from svc_common.observe.tracing import valid_traceparent
 

@@ -21,25 +21,18 @@ from scheduler_svc.core.features.block_moves import BlockMove
 from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.features.pooled import PooledRequest
-from scheduler_svc.core.messages import (
-    BlockMovement,
-    CachedBlock,
-    CacheGroup,
-    RowAssignment,
-    WorkerCapacity,
-    WorkerRole,
-)
+from scheduler_svc.core.messages import CachedBlock, RowAssignment, WorkerCapacity
 from scheduler_svc.core.sequence import Feature
 from scheduler_svc.workers.seals import SEAL_BYTES, BlockKeys, LeaseIds
 from step_protocol.columns import I64, WireError, u32_from_bytes, u32_to_bytes
-from step_protocol.messages import RowError, StepBatch, StepOutput
+from step_protocol.messages import StepBatch, StepOutput
 from step_protocol.proto import batch_to_proto, output_from_proto
+from step_protocol.types import BlockMovement, CacheGroup, RowError
 from svc_common.errors import InvalidRequestError
 
 DIGEST_BYTES = 16
 MAX_BLOCK_BYTES = 1 << 30
 ORIGIN = struct.Struct(f"<QI{SEAL_BYTES}s")  # worker_epoch, block id, seal
-WORKER_ROLES = {types_pb2.WORKER_ROLE_PREFILL: WorkerRole.PREFILL, types_pb2.WORKER_ROLE_DECODE: WorkerRole.DECODE}
 MAX_ROW_ERROR_CHARS = 500  # the message goes to the client and to the log
 
 
@@ -244,7 +237,7 @@ def capacity_from_proto(request: scheduler_pb2.RegisterRequest) -> WorkerCapacit
         snapshot_tokens=capacity.snapshot_tokens or 1,
         num_snapshots=capacity.num_snapshots if capacity.HasField("num_snapshots") else None,
         movement=_movement_from_proto(capacity.blocks) if capacity.HasField("blocks") else None,
-        groups=tuple(CacheGroup(one.attention_window, one.num_blocks, one.block_bytes) for one in capacity.groups),
+        groups=tuple(map(CacheGroup.read, capacity.groups)),
     )
 
 
@@ -253,8 +246,7 @@ def _movement_from_proto(blocks: scheduler_pb2.BlockMovement) -> BlockMovement:
         raise _bad_capacity("blocks.layout", f"has {len(blocks.layout)} bytes; must have {DIGEST_BYTES}")
     if not 1 <= blocks.block_bytes <= MAX_BLOCK_BYTES:
         raise _bad_capacity("blocks.block_bytes", f"is {blocks.block_bytes}; must be from 1 to {MAX_BLOCK_BYTES}")
-    role = WORKER_ROLES.get(blocks.role, WorkerRole.BOTH)  # those of newer workers: both
-    return BlockMovement(blocks.layout, blocks.block_bytes, blocks.has_tier, blocks.can_transfer, role)
+    return BlockMovement.read(blocks)
 
 
 def fetch_to_proto(move: BlockMove, fence: worker_pb2.Fence, source_address: str) -> worker_pb2.FetchBlocksRequest:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
 from step_protocol.columns import (
-    EMPTY,
     F32,
     U32,
     AnswerPart,
@@ -22,38 +20,6 @@ from step_protocol.columns import (
 )
 
 MAX_NUMBERS = 1 << 16  # numbers of one row
-
-
-def _empty() -> U32:
-    return EMPTY
-
-
-class PoolingTask(Enum):
-    """The result of a pooled row."""
-
-    VECTOR = "vector"  # an embedding
-    LOGITS = "logits"  # the logits of some token ids after the last token
-    CLASSES = "classes"  # the outputs of the classification head
-
-
-class PoolingKind(Enum):
-    """How the hidden states of a text become one vector."""
-
-    LAST = "last"
-    MEAN = "mean"
-    CLS = "cls"  # the first token
-
-
-@dataclass(frozen=True, slots=True)
-class Pooling:
-    """The numbers that a row returns when its prompt is complete, instead of tokens."""
-
-    task: PoolingTask
-    kind: PoolingKind = PoolingKind.LAST  # with VECTOR
-    normalize: bool = False
-    dimensions: int = 0  # with VECTOR: the first numbers that are kept; 0: all
-    token_ids: U32 = field(default_factory=_empty)  # with LOGITS
-    second_text: int = 0  # position of the first token of the second text; 0: there is one text
 
 
 @dataclass(frozen=True, slots=True)

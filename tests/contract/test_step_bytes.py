@@ -31,8 +31,9 @@ from step_protocol.features import (
     PromptLogprobs,
     TakenSnapshots,
 )
-from step_protocol.messages import RowError, RowErrorCode, StepBatch, StepOutput
+from step_protocol.messages import StepBatch, StepOutput
 from step_protocol.proto import batch_from_proto, output_from_proto, output_to_proto
+from step_protocol.types import RowError, RowErrorCode
 from tests.builders import make_group
 
 RECORDED = dict(line.split() for line in (Path(__file__).parent / "step_bytes.txt").read_text().splitlines())

@@ -15,7 +15,8 @@ from quire.v1 import types_pb2
 
 from request_fields.fields import SamplingParams
 from step_protocol.columns import U32, u32_from_bytes, u32_to_bytes
-from step_protocol.messages import BadBatchError, RowError, RowErrorCode, RowOpen, StepBatch, StepOutput
+from step_protocol.messages import BadBatchError, RowOpen, StepBatch, StepOutput
+from step_protocol.types import RowError, RowErrorCode
 from svc_common.observe.inspection import Inspector
 from svc_common.serve import GrpcServer, open_channel
 from worker_svc.bundle import Bundle

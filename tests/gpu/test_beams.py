@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from step_protocol.features import BeamCandidates, BeamMoves
-from step_protocol.messages import NO_RULES, RowErrorCode, RowOpen, StepBatch, TokenRules
+from step_protocol.messages import NO_RULES, RowOpen, StepBatch, TokenRules
+from step_protocol.types import RowErrorCode
 from tests.gpu.builders import DEVICE
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.fake_graphs import FakeRecorder

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prefix_index.content_ids import content_ids
-from step_protocol.features import Pooling, PoolingKind, PoolingTask
+from step_protocol.types import Pooling, PoolingKind, PoolingTask
 from tests.carried import embeddings, random_embeddings, with_content_ids
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.fake_graphs import FakeRecorder

@@ -12,8 +12,8 @@ import torch
 
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar, GrammarKind
-from step_protocol.features import Pooling, PoolingKind, PoolingTask
-from step_protocol.messages import CarriedInput, RowOpen, StepBatch, TokenRules
+from step_protocol.messages import RowOpen, StepBatch, TokenRules
+from step_protocol.types import CarriedInput, Pooling, PoolingKind, PoolingTask
 from tests.carried import random_embeddings
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.adapters.targets import Module

@@ -12,8 +12,7 @@ import safetensors.torch
 import torch
 import transformers
 
-from step_protocol.features import Pooling, PoolingKind, PoolingTask
-from step_protocol.messages import RowErrorCode
+from step_protocol.types import Pooling, PoolingKind, PoolingTask, RowErrorCode
 from tests.gpu.builders import DEVICE
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.test_runner import HEADS_4_2, SMALL, small_prompts

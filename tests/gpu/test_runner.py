@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from step_protocol.messages import RowErrorCode
+from step_protocol.types import RowErrorCode
 from tests.gpu.builders import relative_error
 from tests.gpu.driver import DeviceDriver, load
 from tests.unit.engine.banned import SAMPLINGS, check_banned_ids

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from step_protocol.messages import RowErrorCode
+from step_protocol.types import RowErrorCode
 from tests.gpu.builders import DEVICE
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.ranks import Meeting, Rank

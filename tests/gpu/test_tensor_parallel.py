@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from step_protocol.features import Pooling, PoolingKind, PoolingTask
 from step_protocol.messages import NO_RULES, TokenRules
+from step_protocol.types import Pooling, PoolingKind, PoolingTask
 from tests.carried import random_embeddings, with_content_ids
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.test_runner import SMALL, small_prompts

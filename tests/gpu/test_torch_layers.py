@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from step_protocol.features import ImageSteps, ImageWork, Pooling, PoolingKind, PoolingTask
+from step_protocol.features import ImageSteps, ImageWork
+from step_protocol.types import Pooling, PoolingKind, PoolingTask
 from tests.embedding_models import MAX_LENGTH, VOCAB_SIZE, make_cross_encoder
 from tests.gpu.driver import DeviceDriver
 from tests.gpu.driver import load as load_device

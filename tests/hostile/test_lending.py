@@ -11,10 +11,10 @@ import pytest
 from quire.internal.v1.scheduler_pb2 import LendBlocksRequest
 
 from scheduler_svc.core.features.loans import Loan, WantedPrefix
-from scheduler_svc.core.messages import BlockMovement, CacheGroup
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.other_schedulers import MAX_ASKED, lend
 from step_protocol.columns import u32_from_bytes, u32_to_bytes
+from step_protocol.types import BlockMovement, CacheGroup
 from svc_common.errors import InvalidRequestError, NotFoundError
 from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
 from tests.invariants import check_scheduler

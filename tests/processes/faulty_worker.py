@@ -9,7 +9,8 @@ import argparse
 import threading
 from collections.abc import Callable
 
-from step_protocol.messages import RowError, RowErrorCode, StepBatch, StepOutput
+from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.types import RowError, RowErrorCode
 from worker_svc import service
 from worker_svc.steps.runner import Runner
 

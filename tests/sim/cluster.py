@@ -33,12 +33,13 @@ from scheduler_svc.core.features.beams import beam_blocks
 from scheduler_svc.core.features.block_moves import BlockMove
 from scheduler_svc.core.features.cache_groups import WindowGroup
 from scheduler_svc.core.features.pooled import PooledRequest
-from scheduler_svc.core.messages import CacheGroup, Deltas, Finished, MigrationReason, RowAssignment, WorkerCapacity
+from scheduler_svc.core.messages import Deltas, Finished, MigrationReason, RowAssignment, WorkerCapacity
 from scheduler_svc.core.policy import TierKind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 from step_protocol.columns import EMPTY
 from step_protocol.messages import StepOutput
+from step_protocol.types import CacheGroup
 from tests.builders import make_features
 from tests.invariants import check_scheduler
 from tests.sim import symbolic_model

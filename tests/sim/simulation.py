@@ -24,9 +24,10 @@ from request_fields.fields import RepetitionDetection
 from request_fields.sizes import blocks_of_row
 from scheduler_svc.core.block_manager import ceil_div
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.messages import BlockMovement, CacheGroup, WorkerCapacity, WorkerRole
+from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import StopCondition
+from step_protocol.types import BlockMovement, CacheGroup, WorkerRole
 from tests.sim.cluster import ADAPTERS, ROOT_SALT, Cluster
 from tests.sim.inputs import NUM_CONTENTS, SimInput
 from tests.sim.operators import Operators

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prefix_index.hashing import group_digest
-from scheduler_svc.core.messages import CachedBlock, CacheGroup, RowAssignment
+from scheduler_svc.core.messages import CachedBlock, RowAssignment
 from step_protocol.features import BeamMoves
 from step_protocol.messages import StepBatch
+from step_protocol.types import CacheGroup
 from tests.sim.violation import POISON, Violation
 
 if TYPE_CHECKING:

@@ -37,7 +37,8 @@ from scheduler_svc.core.messages import CachedBlock, RowAssignment, WorkerCapaci
 from scheduler_svc.core.sequence import SequenceGroup
 from step_protocol.columns import EMPTY
 from step_protocol.features import BeamCandidates, BeamMoves, PooledRows, TakenSnapshots
-from step_protocol.messages import RowError, StepBatch, StepOutput
+from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.types import RowError
 from tests.builders import inputs_in
 from tests.sim import symbolic_model
 from tests.sim.inputs import with_contents

@@ -22,9 +22,9 @@ from scheduler_svc.core.features.block_sources import LentBlocks, LentExtras, Ow
 from scheduler_svc.core.features.cache_groups import WindowGroup
 from scheduler_svc.core.features.loans import Loan, Loans, WantedPrefix
 from scheduler_svc.core.features.snapshots import Snapshots
-from scheduler_svc.core.messages import BlockMovement, CacheGroup
 from scheduler_svc.core.sequence import StopCondition
 from step_protocol.columns import I64, U32
+from step_protocol.types import BlockMovement, CacheGroup
 from tests.builders import make_capacity
 from tests.invariants import check_scheduler
 from tests.sim import tiers

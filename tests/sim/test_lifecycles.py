@@ -20,7 +20,8 @@ from scheduler_svc.core.messages import CachedBlock, Deltas, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
 from scheduler_svc.core.stats import worker_stats
-from step_protocol.messages import RowError, StepBatch, StepOutput
+from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.types import RowError
 from tests.invariants import check_scheduler, check_share
 
 LIFECYCLES_PER_PART = 10_000

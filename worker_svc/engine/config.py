@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from request_fields.fields import SamplingParams
 from request_fields.inputs import ImageShape
-from step_protocol.features import PoolingKind
+from step_protocol.types import CacheGroup, EncoderInfo, PoolingInfo
 
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 Dtype = Literal[ComputeDtype, "auto"]
@@ -206,56 +206,6 @@ def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{field} must be one of {', '.join(choices)}, got {value!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class AudioInfo:
-    """Audio inputs of a model; as `AudioInfo` of the protocol."""
-
-    sampling_rate: int
-    max_samples: int
-    language_ids: Mapping[str, int]
-    task_ids: Mapping[str, int]
-    no_timestamps_id: int | None
-    previous_id: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderInfo:
-    """The encoder of a model, and how its decoder starts and ends; as `EncoderInfo` of the protocol."""
-
-    max_tokens: int
-    max_decoder_tokens: int
-    decoder_start_ids: tuple[int, ...]
-    forced_bos_token_id: int | None
-    forced_eos_token_id: int | None
-    suppress_ids: tuple[int, ...]
-    begin_suppress_ids: tuple[int, ...]
-    audio: AudioInfo | None  # None: the encoder reads tokens
-
-
-@dataclass(frozen=True, slots=True)
-class PoolingInfo:
-    """What a model computes for embeddings and scores."""
-
-    kind: PoolingKind
-    normalize: bool
-    dimensions: int
-    max_length: int  # of a text in tokens
-    num_classes: int = 0  # outputs of the classification head; 0: none
-    answer_token_ids: tuple[int, ...] = ()  # of a reranker without head: yes, then no
-    has_sigmoid: bool = True  # scores are probabilities
-    generates: bool = True  # the model has logits
-    embeds: bool = False  # the model is meant for embeddings
-
-
-@dataclass(frozen=True, slots=True)
-class CacheGroupInfo:
-    """Layers with blocks of their own, because they attend to a window only."""
-
-    attention_window: int
-    num_blocks: int
-    block_bytes: int = 0
-
-
 @dataclass(frozen=True)
 class EngineInfo:
     """Facts about a loaded engine. They are announced at registration, and callers may rely on them."""
@@ -289,7 +239,7 @@ class EngineInfo:
     snapshot_tokens: int = 0  # tokens whose keys and values have as many bytes as a snapshot
     weight_version: int = 0  # of the last update of the weights; 0: they are those of the folder
     weights_revision: str = ""  # what `revision` would be after a start with the updated weights; empty: `revision`
-    groups: tuple[CacheGroupInfo, ...] = ()  # beside the layers whose blocks `num_blocks` counts
+    groups: tuple[CacheGroup, ...] = ()  # beside the layers whose blocks `num_blocks` counts
     degradations: tuple[str, ...] = ()  # why it serves slower than it could
 
     @property

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from step_protocol.columns import EMPTY, I64, U32
-from step_protocol.messages import BadBatchError, RowErrorCode, StepBatch, StepOutput
+from step_protocol.messages import BadBatchError, StepBatch, StepOutput
+from step_protocol.types import RowErrorCode
 from worker_svc.engine.backend import ForwardBatch, LayerBackend
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo

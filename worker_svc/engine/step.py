@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from step_protocol.columns import I64, U32, Bools
-from step_protocol.messages import RowError, RowErrorCode, StepBatch, StepOutput
+from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.types import RowError, RowErrorCode
 from worker_svc.engine.backend import Backend, ForwardBatch, SamplingColumns
 
 if TYPE_CHECKING:

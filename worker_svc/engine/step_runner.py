@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from step_protocol.columns import EMPTY, I64, U32, Bools
-from step_protocol.messages import BadBatchError, RowErrorCode, StepBatch, StepOutput
+from step_protocol.messages import BadBatchError, StepBatch, StepOutput
+from step_protocol.types import RowErrorCode
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.decoder.pool.block_payload import Movable
 from worker_svc.engine.rows.open_rows import OpenRows

@@ -22,7 +22,8 @@ import xxhash
 from prefix_index.content_ids import content_ids, input_digest
 from step_protocol.columns import EMPTY, F32, I64, U32, Bools
 from step_protocol.features import BeamCandidates, LogprobColumns, PromptLogprobs
-from step_protocol.messages import CarriedInput, RowErrorCode, RowOpen, StepBatch, StepOutput
+from step_protocol.messages import RowOpen, StepBatch, StepOutput
+from step_protocol.types import CarriedInput, RowErrorCode
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.backend import TopLogprobs

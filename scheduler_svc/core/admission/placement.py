@@ -67,7 +67,7 @@ from request_fields.sizes import SizeLimits
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.features.block_moves import BlockMoves
 from scheduler_svc.core.features.roles import Roles
-from scheduler_svc.core.messages import WorkerCapacity, WorkerRole
+from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import (
     is_worth_leaving,
     least_busy,
@@ -81,6 +81,7 @@ from scheduler_svc.core.sequence import NEVER, QueueEntry, Refusal, Sequence, Se
 from scheduler_svc.core.waiting_queue import WaitingQueue
 from scheduler_svc.core.worker_state import WorkerState
 from step_protocol.columns import I64, U32, Bools
+from step_protocol.types import WorkerRole
 
 F64 = npt.NDArray[np.float64]
 

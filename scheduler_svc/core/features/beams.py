@@ -23,7 +23,8 @@ from scheduler_svc.core.sequence import Completion, Feature, Sequence, SequenceG
 from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerPart, WorkerState
 from step_protocol.columns import I64, U32
 from step_protocol.features import NO_CANDIDATES, BeamCandidates, BeamMoves
-from step_protocol.messages import RowError, StepBatch, StepOutput
+from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.types import RowError
 
 
 class Beams(Feature):

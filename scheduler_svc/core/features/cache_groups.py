@@ -43,7 +43,7 @@ from prefix_index.hashing import group_digest
 from request_fields.sizes import blocks_before, blocks_of_row
 from scheduler_svc.core.block_manager import BlockManager, ceil_div
 from scheduler_svc.core.features.beams import newest_of_each, take_tables
-from scheduler_svc.core.messages import CachedBlock, CacheGroup, MovedExtra, RowAssignment
+from scheduler_svc.core.messages import CachedBlock, MovedExtra, RowAssignment
 from scheduler_svc.core.rows import BlockTables
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.windows import free_behind
@@ -57,6 +57,7 @@ from scheduler_svc.core.worker_state import (
 )
 from step_protocol.columns import I64, U32, Bools
 from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.types import CacheGroup
 
 
 def add_groups(worker: WorkerState, *, prefix_caching: bool, reuse_bonus: float) -> None:

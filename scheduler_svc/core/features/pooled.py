@@ -12,7 +12,8 @@ from scheduler_svc.core.sequence import Feature, Sequence, SequenceGroup
 from scheduler_svc.core.worker_state import InFlightStep, StepPlan, WorkerPart, WorkerState
 from step_protocol.columns import Bools
 from step_protocol.features import PooledRows
-from step_protocol.messages import RowError, StepOutput
+from step_protocol.messages import StepOutput
+from step_protocol.types import RowError
 
 
 class PoolingRows(WorkerPart):

@@ -22,10 +22,11 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from scheduler_svc.core.features.block_moves import BlockMoves, can_exchange, can_send
-from scheduler_svc.core.messages import MigrationReason, WorkerRole
+from scheduler_svc.core.messages import MigrationReason
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import WorkerState
 from step_protocol.columns import Bools
+from step_protocol.types import WorkerRole
 
 MIN_REMAINING = 4  # tokens; a sequence that ends sooner stays
 Room = tuple[int, int]  # free rows and blocks

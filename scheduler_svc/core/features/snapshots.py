@@ -50,7 +50,8 @@ from scheduler_svc.core.speculation import Accepted
 from scheduler_svc.core.worker_state import Advance, InFlightStep, StepPlan, WorkerPart, WorkerState
 from step_protocol.columns import U32, Bools
 from step_protocol.features import TakenSnapshots
-from step_protocol.messages import RowError, StepBatch, StepOutput
+from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.types import RowError
 
 
 @dataclass(slots=True)

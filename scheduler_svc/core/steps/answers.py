@@ -16,7 +16,8 @@ from scheduler_svc.core.speculation import Accepted, take_back
 from scheduler_svc.core.worker_state import InFlightStep, WorkerState
 from step_protocol.columns import I64, U32, Bools
 from step_protocol.features import LogprobColumns
-from step_protocol.messages import RowError, StepOutput
+from step_protocol.messages import StepOutput
+from step_protocol.types import RowError
 
 
 def check_answer(in_flight: Seq[InFlightStep], output: StepOutput) -> tuple[InFlightStep, list[RowError]]:

@@ -13,7 +13,8 @@ import numpy as np
 from request_fields.fields import SamplingParams
 from scheduler_svc.core import messages
 from scheduler_svc.core.sequence import SequenceGroup
-from step_protocol.messages import RowErrorCode, RowOpen, StepBatch, StepOutput
+from step_protocol.messages import RowOpen, StepBatch, StepOutput
+from step_protocol.types import RowErrorCode
 from tests.sim.symbolic_worker import SymbolicWorker, Violation
 from worker_svc.engine.config import EngineInfo
 

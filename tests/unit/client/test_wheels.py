@@ -71,7 +71,7 @@ def test_the_server_wheel_has_the_services_and_needs_the_sdk(wheels):
     assert not set(server.namelist()) & set(sdk.namelist())
     assert all(name.startswith("quire_client/demo_model/") for name in server.namelist() if "quire_client" in name)
     assert "gateway_svc/http/console/static/index.html" in server.namelist()
-    assert "worker_svc/engine/kernels/forward.cpp" in server.namelist()
+    assert {"worker_svc/engine/kernels/forward.cpp", "step_protocol/types.py"} <= set(server.namelist())
     needed, extras = requirements(server)
     assert needed == {"quire-client==0.1.0"}
     assert {"gateway", "scheduler", "worker", "cuda", "all"} <= extras

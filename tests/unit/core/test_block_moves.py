@@ -11,10 +11,11 @@ from prefix_index.hashing import group_digest, snapshot_digest, state_id
 from request_fields.sizes import blocks_of_row
 from scheduler_svc.core.features.block_moves import BlockMove
 from scheduler_svc.core.features.snapshots import Snapshots
-from scheduler_svc.core.messages import BlockMovement, CacheGroup, WorkerCapacity
+from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import MoveSpeed, TierKind, moved_tokens_gain
 from scheduler_svc.core.scheduler import Scheduler
 from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.types import BlockMovement, CacheGroup
 from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
 from tests.invariants import check_scheduler
 

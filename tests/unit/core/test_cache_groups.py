@@ -9,9 +9,10 @@ import pytest
 
 from request_fields.sizes import blocks_before, blocks_of_row
 from scheduler_svc.core.features.cache_groups import WindowGroup
-from scheduler_svc.core.messages import CacheGroup, WorkerCapacity
+from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.types import CacheGroup
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.invariants import check_scheduler
 

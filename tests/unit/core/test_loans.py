@@ -12,9 +12,9 @@ from scheduler_svc.core.block_manager import NO_BLOCKS
 from scheduler_svc.core.features.block_moves import BlockMove, BlockSearch
 from scheduler_svc.core.features.block_sources import BlockSource, LentBlocks
 from scheduler_svc.core.features.loans import MAX_FRACTION, Loan, WantedPrefix
-from scheduler_svc.core.messages import BlockMovement
 from scheduler_svc.core.scheduler import Scheduler
 from step_protocol.messages import StepOutput
+from step_protocol.types import BlockMovement
 from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
 from tests.invariants import check_scheduler
 

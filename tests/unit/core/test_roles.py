@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler_svc.core.messages import BlockMovement, MigrationReason, WorkerCapacity, WorkerRole
+from scheduler_svc.core.messages import MigrationReason, WorkerCapacity
 from scheduler_svc.core.policy import placement_scores
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.types import BlockMovement, WorkerRole
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.invariants import check_scheduler
 

@@ -29,7 +29,8 @@ from scheduler_svc.core.sequence import (
 )
 from scheduler_svc.core.worker_state import WorkerState
 from step_protocol.columns import EMPTY
-from step_protocol.messages import RowError, StepBatch, StepOutput
+from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.types import RowError
 from tests.invariants import check_scheduler
 from tests.unit.core.calls import count_calls
 

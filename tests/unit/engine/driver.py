@@ -12,17 +12,9 @@ import torch
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar
 from step_protocol.columns import U32
-from step_protocol.features import LogprobColumns, PooledRows, Pooling, PromptLogprobs
-from step_protocol.messages import (
-    NO_RULES,
-    CarriedInput,
-    ImageSpan,
-    RowError,
-    RowOpen,
-    StepBatch,
-    StepOutput,
-    TokenRules,
-)
+from step_protocol.features import LogprobColumns, PooledRows, PromptLogprobs
+from step_protocol.messages import NO_RULES, ImageSpan, RowOpen, StepBatch, StepOutput, TokenRules
+from step_protocol.types import CarriedInput, Pooling, RowError
 from worker_svc.engine.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from step_protocol.messages import RowErrorCode
+from step_protocol.types import RowErrorCode
 from tests.unit.engine.driver import Driver, seeded
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import MODELS, load, prompts

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from step_protocol.features import Pooling, PoolingKind, PoolingTask
+from step_protocol.types import Pooling, PoolingKind, PoolingTask
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.models import ARCHITECTURES, load_reference, make_model
 from worker_svc.engine.config import EngineConfig

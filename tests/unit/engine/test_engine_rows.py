@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from step_protocol.messages import BadBatchError, RowErrorCode, RowOpen, StepBatch, TokenRules
+from step_protocol.messages import BadBatchError, RowOpen, StepBatch, TokenRules
+from step_protocol.types import RowErrorCode
 from tests.unit.engine.banned import SAMPLINGS, check_banned_ids
 from tests.unit.engine.driver import GREEDY, Driver, seeded, u32
 from tests.unit.engine.models import load_reference, make_model

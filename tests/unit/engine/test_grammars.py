@@ -13,7 +13,8 @@ from quire_client.demo import demo_model_dir
 from tokenizers import Tokenizer
 
 from request_fields.grammar import Grammar, GrammarKind, regex_of_choice
-from step_protocol.messages import RowErrorCode, RowOpen, TokenRules
+from step_protocol.messages import RowOpen, TokenRules
+from step_protocol.types import RowErrorCode
 from tests.unit.engine.driver import Driver, Row, seeded, u32
 from tests.unit.engine.models import make_model
 from worker_svc.engine.config import EngineConfig

@@ -9,10 +9,11 @@ import transformers
 
 from request_fields.sizes import blocks_of_row
 from step_protocol.messages import BadBatchError, RowOpen
+from step_protocol.types import CacheGroup
 from tests.unit.engine.driver import Driver, u32
 from tests.unit.engine.models import make_model
 from worker_svc.engine.backend import KVLayout
-from worker_svc.engine.config import CacheGroupInfo, EngineConfig
+from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.cpu.backend import make_backend
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.parse import parse_config
@@ -59,7 +60,7 @@ def test_only_layers_with_windows_leave_the_first_group():
 
 def test_a_pool_keeps_and_copies_the_blocks_of_each_group():
     layouts = [KVLayout(2, 16, 16), KVLayout(1, 8, 8), KVLayout(2, 16, 16)]
-    groups = LayerGroups((0, 1, 1), 5, (CacheGroupInfo(8, 3),))
+    groups = LayerGroups((0, 1, 1), 5, (CacheGroup(8, 3),))
     pool = KVCachePool(layouts, 5, 4, torch.float32, None, groups)
     assert [len(pool.layer(index)[0]) for index in range(3)] == [5, 3, 3]
     assert pool.num_blocks == 8
@@ -79,7 +80,7 @@ def opening(*tables) -> RowOpen:
 
 def test_tables_of_groups_are_checked():
     rows = OpenRows(2, 64, 16, 100, 50)
-    tables = GroupTables([CacheGroupInfo(8, 10), CacheGroupInfo(4, 6)], rows)
+    tables = GroupTables([CacheGroup(8, 10), CacheGroup(4, 6)], rows)
     assert tables.refusal(opening([100, 109], [110, 115])) is None
     assert "has 1 tables, expected 2" in tables.refusal(opening([100]))
     for bad in ([99], [110], [100] * 5):

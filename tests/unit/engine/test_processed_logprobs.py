@@ -12,7 +12,7 @@ import xxhash
 from quire_client.demo import demo_model_dir
 
 from request_fields.fields import SamplingParams
-from step_protocol.messages import RowErrorCode
+from step_protocol.types import RowErrorCode
 from tests.unit.engine.adapters import make_adapter, targets_of
 from tests.unit.engine.driver import GREEDY, Driver, seeded
 from tests.unit.engine.models import make_model

@@ -12,7 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from prefix_index.content_ids import input_digest
-from step_protocol.messages import CarriedInput, ImageSpan
+from step_protocol.messages import ImageSpan
+from step_protocol.types import CarriedInput
 from tests.carried import with_content_ids
 from tests.unit.engine.models import DEFAULTS, FIELDS, qwen3_5, randomize
 from worker_svc.engine.vision.tower import Pixels

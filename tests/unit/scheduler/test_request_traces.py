@@ -16,7 +16,8 @@ from scheduler_svc.core.messages import Finished, RowAssignment
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceData, SequenceGroup, SequenceStatus
 from scheduler_svc.history import MAX_ENDED, MAX_STAGES
 from scheduler_svc.request_traces import RequestTraces
-from step_protocol.messages import RowError, RowErrorCode, StepBatch
+from step_protocol.messages import StepBatch
+from step_protocol.types import RowError, RowErrorCode
 from svc_common.observe.otlp import Tracer
 from tests.builders import make_group
 from worker_svc.steps.row_traces import RowTraces

@@ -22,8 +22,9 @@ from step_protocol.features import (
     PromptLogprobs,
     TakenSnapshots,
 )
-from step_protocol.messages import RowError, RowErrorCode, StepBatch, StepOutput
+from step_protocol.messages import StepBatch, StepOutput
 from step_protocol.proto import CHANGES, batch_from_proto, batch_to_proto, output_from_proto, output_to_proto
+from step_protocol.types import RowError, RowErrorCode
 
 IDS = st.integers(0, 2**32 - 1)
 ONE_SIDE_ONLY = {"worker_id", "is_decode", "then", "opens", "draft_lens"}

@@ -20,16 +20,8 @@ from prefix_index.content_ids import input_digest
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar, GrammarKind
 from step_protocol.columns import EMPTY
-from step_protocol.messages import (
-    NO_RULES,
-    CarriedInput,
-    ImageSpan,
-    RowErrorCode,
-    RowOpen,
-    StepBatch,
-    StepOutput,
-    TokenRules,
-)
+from step_protocol.messages import NO_RULES, ImageSpan, RowOpen, StepBatch, StepOutput, TokenRules
+from step_protocol.types import CarriedInput, RowErrorCode
 from tests.carried import random_embeddings, with_content_ids
 from tests.simulated_tokens import context_digest, extend_digest, sim_output, sim_token
 from tests.simulated_tokens import mix as mix_one

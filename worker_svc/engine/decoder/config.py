@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from step_protocol.features import PoolingKind
+from step_protocol.types import PoolingKind
 from worker_svc.engine.backend import NO_KV, AttentionShape, HeadShape, KVLayout, Routing
 from worker_svc.engine.checkpoint.architecture import (
     Architecture,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from step_protocol.features import PoolingKind
+from step_protocol.types import PoolingKind
 
 
 @dataclass(frozen=True, slots=True)

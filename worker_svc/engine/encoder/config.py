@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from step_protocol.features import PoolingKind
+from step_protocol.types import PoolingKind
 from worker_svc.engine.backend import AttentionShape, HeadShape
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, choice_of, size_of
 from worker_svc.engine.decoder.heads import HeadPart, HeadSpec

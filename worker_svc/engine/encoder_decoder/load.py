@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from step_protocol.columns import F32, I64
-from step_protocol.messages import CarriedInput
+from step_protocol.types import AudioInfo, CarriedInput, EncoderInfo
 from worker_svc.engine.backend import EncoderColumns
 from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, eos_token_ids
 from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.config import AudioInfo, EncoderInfo, EngineConfig
+from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.encoder_decoder.config import EncoderDecoderConfig, parse_encoder_decoder
 from worker_svc.engine.encoder_decoder.log_mel import AudioSettings, LogMel, read_audio_settings

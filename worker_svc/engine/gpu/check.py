@@ -19,8 +19,8 @@ import torch
 
 from request_fields.fields import sampling_params
 from step_protocol.columns import EMPTY
-from step_protocol.features import Pooling, PoolingKind, PoolingTask
 from step_protocol.messages import NO_RULES, RowOpen, StepBatch, TokenRules
+from step_protocol.types import Pooling, PoolingKind, PoolingTask
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.gpu.attention.paged import Attention, TorchAttention

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from request_fields.checks import default_sampling
-from step_protocol.features import PoolingKind
+from step_protocol.types import PoolingKind
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.tensors import Checkpoint

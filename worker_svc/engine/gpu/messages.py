@@ -22,8 +22,9 @@ from safetensors.torch import load, save
 
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar, GrammarKind
-from step_protocol.features import STEP_PARTS, ImageWork, Pooling, PoolingKind, PoolingTask
-from step_protocol.messages import CarriedInput, EncoderInput, ImageSpan, RowOpen, StepBatch, TokenRules
+from step_protocol.features import STEP_PARTS, ImageWork
+from step_protocol.messages import ImageSpan, RowOpen, StepBatch, TokenRules
+from step_protocol.types import CarriedInput, EncoderInput, Pooling, PoolingKind, PoolingTask
 from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
 from worker_svc.engine.adapters.targets import Module
 from worker_svc.engine.decoder.pool.block_contents import HASH_BYTES

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from step_protocol.features import PoolingKind
+from step_protocol.types import PoolingKind
 from worker_svc.engine.adapters.adapter import make_store
 from worker_svc.engine.adapters.packed import reserved_bytes
 from worker_svc.engine.adapters.rows import RowAdapters

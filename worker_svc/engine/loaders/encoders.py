@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from step_protocol.features import PoolingKind
+from step_protocol.types import PoolingKind
 from worker_svc.engine.backend import KVLayout
 from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.config import EngineConfig

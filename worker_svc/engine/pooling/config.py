@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from step_protocol.features import PoolingKind
+from step_protocol.types import PoolingKind
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, read_object, read_objects
 
 MODES = {"mean": PoolingKind.MEAN, "cls": PoolingKind.CLS, "lasttoken": PoolingKind.LAST}

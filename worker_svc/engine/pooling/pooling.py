@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from step_protocol.columns import I64
-from step_protocol.features import PooledRows, Pooling, PoolingKind, PoolingTask
-from step_protocol.messages import RowErrorCode, RowOpen
+from step_protocol.features import PooledRows
+from step_protocol.messages import RowOpen
+from step_protocol.types import Pooling, PoolingKind, PoolingTask, RowErrorCode
 from worker_svc.engine.row_part import SomeRows
 from worker_svc.engine.step import Step, StepPart
 

@@ -15,11 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from step_protocol.columns import F32
-from step_protocol.features import Pooling, PoolingKind, PoolingTask
+from step_protocol.types import Pooling, PoolingInfo, PoolingKind, PoolingTask
 from worker_svc.engine.backend import Linear, LinearMaker, Norm
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.config import PoolingInfo
 from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.decoder.heads import HeadPart, HeadSpec
 from worker_svc.engine.kernels.exact_ops import exp

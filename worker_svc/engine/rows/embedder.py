@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from step_protocol.columns import I64
-from step_protocol.messages import CarriedInput
+from step_protocol.types import CarriedInput
 from worker_svc.engine.backend import DeepRows, Embedded
 from worker_svc.engine.rows.images import ImageEncoder
 from worker_svc.engine.rows.inputs import InputSpan, InputTable

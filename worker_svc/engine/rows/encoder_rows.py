@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from step_protocol.columns import I32, I64, Bools
-from step_protocol.messages import EncoderInput, RowOpen
-from worker_svc.engine.config import EncoderInfo
+from step_protocol.messages import RowOpen
+from step_protocol.types import EncoderInfo, EncoderInput
 from worker_svc.engine.row_part import SomeRows
 from worker_svc.engine.step import Logits, Step, StepPart
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from step_protocol.columns import I32, I64, U32, Bools
 from step_protocol.messages import BadBatchError, RowOpen, StepBatch
+from step_protocol.types import CacheGroup
 from worker_svc.engine.backend import GroupColumns
-from worker_svc.engine.config import CacheGroupInfo
 from worker_svc.engine.row_part import BlockPart, Changes
 from worker_svc.engine.step import Step, StepPart
 
@@ -25,7 +25,7 @@ class GroupTables(BlockPart, StepPart):
 
     why_bad = "{end} tokens do not fit the slots of the row's table in a cache group"
 
-    def __init__(self, groups: Sequence[CacheGroupInfo], rows: OpenRows) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], rows: OpenRows) -> None:
         self._ends = np.cumsum([rows.num_blocks, *(group.num_blocks for group in groups)])
         self._first_ids, self._end_ids = self._ends[:-1], self._ends[1:]
         self._block_size = rows.block_size

@@ -10,7 +10,8 @@ import torch
 
 from request_fields.inputs import LEVELS, ImageShape
 from step_protocol.features import ImageSteps
-from step_protocol.messages import CarriedInput, StepBatch
+from step_protocol.messages import StepBatch
+from step_protocol.types import CarriedInput
 from worker_svc.engine.backend import LayerBackend
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig

@@ -14,7 +14,8 @@ import numpy as np
 from prefix_index.content_ids import DIGEST_BYTES, FIRST_CONTENT_ID, content_ids
 from request_fields.inputs import AUDIO_DTYPES, EMBEDDING_DTYPES, INPUT_DTYPE_BYTES, ImageShape
 from step_protocol.columns import I64
-from step_protocol.messages import CarriedInput, ImageSpan, RowOpen
+from step_protocol.messages import ImageSpan, RowOpen
+from step_protocol.types import CarriedInput
 from worker_svc.engine.row_part import SomeRows
 
 

@@ -16,7 +16,7 @@ import xxhash
 
 from step_protocol.columns import I64, U32, U64, Bools
 from step_protocol.features import LogprobColumns
-from step_protocol.messages import RowErrorCode
+from step_protocol.types import RowErrorCode
 from worker_svc.engine.backend import Backend, SamplingColumns
 from worker_svc.engine.rows.logprobs import LogprobRows, LogprobTable, PromptTargets, spread, to_columns
 from worker_svc.engine.rows.open_rows import OpenRows

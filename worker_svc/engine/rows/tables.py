@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from request_fields.inputs import ImageShape
 from step_protocol.messages import RowOpen
+from step_protocol.types import CacheGroup, EncoderInfo
 from worker_svc.engine.adapters.rows import RowAdapters
-from worker_svc.engine.config import CacheGroupInfo, EncoderInfo
 from worker_svc.engine.pooling.pooling import PoolingTable
 from worker_svc.engine.row_part import RowPart
 from worker_svc.engine.rows.beams import BeamTable
@@ -63,7 +63,7 @@ def add_tables(
     adapters: RowAdapters[Any] | None = None,
     encoder: EncoderInfo | None = None,
     states: StatePool | None = None,
-    groups: Sequence[CacheGroupInfo] = (),
+    groups: Sequence[CacheGroup] = (),
     are_logprobs_raw: bool = False,
 ) -> RowTables:
     """Lets rows have the features of an engine. Rows that ask for others are refused: without `grammars`, rows with a

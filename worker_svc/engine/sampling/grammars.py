@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from request_fields.grammar import Grammar
 from step_protocol.columns import EMPTY, I64, U32, Bools
-from step_protocol.messages import RowError, RowErrorCode, RowOpen
+from step_protocol.messages import RowOpen
+from step_protocol.types import RowError, RowErrorCode
 from worker_svc.engine.kernels.machine import available_cores
 from worker_svc.engine.row_part import SomeRows
 

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 
 from request_fields.sizes import blocks_of_row, largest_pool
-from worker_svc.engine.config import CacheGroupInfo, EngineConfig
+from step_protocol.types import CacheGroup
+from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.pool.kv_cache import KVCachePool, LayerGroups
 
@@ -34,7 +35,7 @@ def divide_pool(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, me
         sizes = [_bytes_of(window, windows, per_layer) for window in (None, *kinds)]
         num_blocks = config.num_blocks or min(_first_blocks(memory, sizes, needs), largest_pool(config.block_size))
         groups = tuple(
-            CacheGroupInfo(window, need + num_blocks // CACHED_SHARE, size)
+            CacheGroup(window, need + num_blocks // CACHED_SHARE, size)
             for window, need, size in zip(kinds, needs, sizes[1:], strict=True)
         )
         wide = {group.attention_window for group in groups if group.num_blocks >= num_blocks}

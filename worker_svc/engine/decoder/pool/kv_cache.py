@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from step_protocol.columns import I64
+from step_protocol.types import CacheGroup
 from worker_svc.engine.backend import KVLayout, LayerBackend
-from worker_svc.engine.config import CacheGroupInfo
 from worker_svc.engine.decoder.pool.block_contents import BlockContents
 from worker_svc.engine.decoder.pool.block_payload import Movable, MovableBlocks, PoolPart
 from worker_svc.engine.kernels.memory import lazy_zeros
@@ -28,7 +28,7 @@ class LayerGroups:
 
     of_layer: tuple[int, ...]  # the group of each layer; 0: the first one
     num_blocks: int  # of the first group
-    groups: tuple[CacheGroupInfo, ...]  # the others
+    groups: tuple[CacheGroup, ...]  # the others
 
     @property
     def sizes(self) -> tuple[int, ...]:

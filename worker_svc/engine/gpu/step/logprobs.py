@@ -16,7 +16,7 @@ import torch
 
 from step_protocol.columns import I64
 from step_protocol.features import BeamCandidates
-from step_protocol.messages import RowErrorCode
+from step_protocol.types import RowErrorCode
 from worker_svc.engine.backend import TopLogprobs
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.step.device_step import DeviceLogits, DevicePart, DeviceStep, Head, StepResults

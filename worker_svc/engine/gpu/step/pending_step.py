@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from step_protocol.columns import EMPTY, I64, U32, Bools
-from step_protocol.messages import RowErrorCode, StepOutput
+from step_protocol.messages import StepOutput
+from step_protocol.types import RowErrorCode
 from worker_svc.engine.gpu.kernels.drafts import BAD, NO_TOKEN
 from worker_svc.engine.gpu.step.device_step import StepResults
 from worker_svc.engine.gpu.step.drafts import StepDrafts

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from step_protocol.columns import I64
-from step_protocol.features import PoolingKind, PoolingTask
-from step_protocol.messages import RowErrorCode
+from step_protocol.types import PoolingKind, PoolingTask, RowErrorCode
 from worker_svc.engine.backend import Linear, Norm
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import Determinism
