@@ -96,6 +96,12 @@ class StepPlan:
         """Whether the message of the step has room for data of this size. The data of the first row always fits."""
         return not self.num_bytes or self.num_bytes + num_bytes <= MAX_INPUT_BYTES
 
+    def has_tokens_for(self, num_head_tokens: int) -> bool:
+        """Whether a row can begin. `num_head_tokens`: the first positions, if one chunk must have all of them; they may
+        take what is kept for a long prompt.
+        """
+        return self.budget + (self.kept + self.spare if num_head_tokens else 0) >= max(1, num_head_tokens)
+
 
 # Changes since the previous step that the next step carries: rows closed, blocks committed.
 Changes = tuple[list[int], list[Fill]]

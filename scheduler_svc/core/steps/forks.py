@@ -60,11 +60,9 @@ class Forks:
         """Admit late forks while the pool has blocks and the step has tokens left."""
         worker = self._worker
         for row, fork in self._late():
-            hits = self._hits(row, fork)
-            num_first = 1 if len(hits) else max(1, fork.group.features.num_head_tokens)
-            if plan.budget + (plan.spare if num_first > 1 else 0) < num_first or not plan.has_room_for(
-                fork.group.features.num_bytes
-            ):
+            hits, features = self._hits(row, fork), fork.group.features
+            num_head_tokens = 0 if len(hits) else features.num_head_tokens
+            if not plan.has_tokens_for(num_head_tokens) or not plan.has_room_for(features.num_bytes):
                 return
             if self._num_unshared(row, fork) > worker.pool.num_free:
                 return

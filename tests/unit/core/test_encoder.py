@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from scheduler_svc.core.errors import NeverFitsError
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.worker_state import StepPlan
 from step_protocol.messages import StepBatch
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.invariants import check_scheduler
@@ -61,3 +64,10 @@ def test_an_encoder_input_that_no_step_holds_is_refused() -> None:
     with pytest.raises(NeverFitsError, match="takes 16 positions; must be at most 13, ") as found:
         scheduler.add_group(encoder_group("a"), 0.0)
     assert found.value.field == "prompt"
+
+
+@pytest.mark.parametrize(("num_head_tokens", "fits"), [(0, True), (10, True), (11, False)])
+def test_head_tokens_may_take_what_is_kept_for_a_long_prompt(num_head_tokens: int, fits: bool) -> None:
+    plan = StepPlan(budget=1, now=0.0, kept=5, spare=4)
+    assert plan.has_tokens_for(num_head_tokens) == fits
+    assert not replace(plan, budget=0).has_tokens_for(0)
