@@ -55,7 +55,9 @@ def make_scheduler(num_seqs: int, block_size: int, num_workers: int = 1, window:
 
 
 def add(scheduler: Scheduler, name: str, prompt: np.ndarray, max_tokens: int = 4000) -> None:
-    scheduler.add_group(SequenceGroup(name, prompt, StopCondition(max_tokens, ignore_eos=False)), 0.0)
+    scheduler.add_group(
+        SequenceGroup(name, prompt, StopCondition(max_tokens, ignore_eos=False), options=worker_pb2.RowOpen()), 0.0
+    )
 
 
 class SteadyDecode:

@@ -88,7 +88,10 @@ class DecodingCore:
         for i in range(num_rows):
             prompt = rng.integers(3, 2000, prompt_len + i % BLOCK_SIZE, dtype=np.uint32)
             self.core.add_group(
-                SequenceGroup(str(i), prompt, StopCondition(MAX_TOKENS, ignore_eos=True), handle=i), 0.0
+                SequenceGroup(
+                    str(i), prompt, StopCondition(MAX_TOKENS, ignore_eos=True), handle=i, options=worker_pb2.RowOpen()
+                ),
+                0.0,
             )
 
     def answer(self, batch: StepBatch) -> tuple[StepOutput, Deltas]:
@@ -167,7 +170,7 @@ async def round_trip(address: str, num_rows: int, depth: int, num_steps: int = 6
         for step in range(num_steps):
             for batch in core.schedule(0.0):
                 for row_open in batch.opens:
-                    row_open.group.sampling = GREEDY
+                    row_open.group.options = worker_pb2.RowOpen(sampling=GREEDY)
                 message = step_wire.step_batch_to_proto(batch, lease.fence)
                 in_flight.append((batch.step_id, time.perf_counter()))
                 await call.write(worker_pb2.StepStreamRequest(batch=message))

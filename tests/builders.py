@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from quire.internal.v1 import worker_pb2
 
 from request_fields.beams import BeamParams
 from scheduler_svc.core.config import SchedulerConfig
@@ -79,7 +80,9 @@ def make_group(
     """
     own = {field.name for field in dataclasses.fields(SequenceGroup)}
     features = make_features(**{name: value for name, value in fields.items() if name not in own})
-    fields = {name: value for name, value in fields.items() if name in own}
+    fields = {"options": worker_pb2.RowOpen(request_id=request_id)} | {
+        name: value for name, value in fields.items() if name in own
+    }
     tokens = range(1, prompt + 1) if isinstance(prompt, int) else prompt
     return SequenceGroup(
         request_id=request_id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from request_fields.fields import StopCondition
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import NO_FEATURES, Features, RowOptions, SequenceGroup
+from scheduler_svc.core.sequence import NO_FEATURES, Features, SequenceGroup
 from scheduler_svc.workers.wire import step_batch_to_proto
 from step_protocol.proto import batch_from_proto, output_from_proto, output_to_proto
 from step_protocol.types import CacheGroup
@@ -108,7 +109,7 @@ class System:
         prompt: list[int],
         stop: StopCondition,
         n: int = 1,
-        options: Any = None,
+        options: Mapping[str, Any] | None = None,
         features: Features = NO_FEATURES,
         **sampling: Any,
     ) -> int:
@@ -116,7 +117,7 @@ class System:
         self.scheduler.add_group(
             SequenceGroup(
                 request_id=f"r{handle}", prompt=np.array(prompt, np.uint32), stop=stop, owner=0, handle=handle, n=n,
-                sampling=types_pb2.SamplingParams(**sampling), options=options or RowOptions(),
+                options=worker_pb2.RowOpen(sampling=types_pb2.SamplingParams(**sampling), **options or {}),
                 features=features,
             ),
             0.0,

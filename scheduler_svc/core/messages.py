@@ -97,7 +97,7 @@ class CachedBlock:
 
 @dataclass(slots=True)
 class RowAssignment:
-    """Gives a sequence a row of a worker, which gets it as a RowAssignment with the parameters of `group`."""
+    """Gives a sequence a row of a worker, which gets it as a RowOpen with the options of `group`."""
 
     row: int
     group: SequenceGroup

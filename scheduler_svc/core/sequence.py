@@ -130,19 +130,6 @@ class Features:
 NO_FEATURES = Features()
 
 
-@dataclass(frozen=True, slots=True)
-class RowOptions:
-    """Options of a request that the core does not read. They reach the worker with its rows."""
-
-    banned_ids: bytes = b""  # packed ids that cannot be sampled at output positions below `banned_before`
-    banned_before: int = 0
-    bad_words_ids: Seq[Any] = ()
-    logprobs: int | None = None  # number of most likely tokens to return with each output token; None: no logprobs
-
-
-NO_OPTIONS = RowOptions()
-
-
 @dataclass(slots=True)
 class SequenceData:
     """The tokens of a sequence that survive preemption. All samples of a group share one prompt array."""
@@ -225,7 +212,7 @@ class SequenceGroup:
     """One request: n samples that share a prompt, and the features that it uses.
 
     `owner` and `handle` identify the request for the caller (the gateway and the gateway's request) and are returned
-    in Deltas. `sampling` and `options` are opaque to the core and reach the worker with its rows. `root_key` separates
+    in Deltas. `options` is opaque to the core and reaches the worker with its rows. `root_key` separates
     digest chains (cache salt, adapter, encoder input). `outputs` is the Continuation: the output tokens that each
     sample already has.
     `takes_over`: the request was accepted before and its stream was lost. It replaces a live group with the same
@@ -243,8 +230,7 @@ class SequenceGroup:
     priority: int = 0
     conversation: int = 0  # 0: none
     root_key: bytes = b""
-    sampling: Any = None
-    options: RowOptions = NO_OPTIONS
+    options: Any = None
     features: Features = NO_FEATURES
     outputs: Seq[U32] = ()
     finished_samples: frozenset[int] = frozenset()  # samples of a Continuation that are complete

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-from quire.internal.v1 import inputs_pb2, pooling_pb2, scheduler_pb2
+from quire.internal.v1 import inputs_pb2, pooling_pb2, scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
 from prefix_index.hashing import encoder_digest, root_key
@@ -27,7 +27,7 @@ from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.features.prompt_logprobs import PromptDelivery
-from scheduler_svc.core.sequence import NO_FEATURES, Feature, Features, RowOptions, SequenceGroup
+from scheduler_svc.core.sequence import NO_FEATURES, Feature, Features, SequenceGroup
 from step_protocol.columns import U32, WireError, u32_from_bytes, u32_to_bytes
 from step_protocol.proto import DIGEST_BYTES
 from step_protocol.types import POOLING_KINDS, POOLING_TASKS
@@ -45,7 +45,7 @@ class Parameters:
     n: int
     stop: StopCondition
     beams: BeamParams | None
-    options: RowOptions
+    banned_ids: bytes  # packed ids that cannot be sampled before `stop.min_tokens`
 
 
 class SubmitReader:
@@ -62,7 +62,8 @@ class SubmitReader:
         """
         info, given = self._info, self._parameters(submit)
         prompt = _prompt(submit.prompt_token_ids)
-        features = _features(submit, given, prompt, info)
+        options = _options(submit, given)
+        features = _features(submit, given, prompt, info, options)
         if given.beams is None and submit.continuation.samples:
             outputs, finished = _continuation(submit.continuation, given.n, given.stop.max_tokens)
         else:  # a beam search starts again: the client does not have all beams
@@ -77,8 +78,7 @@ class SubmitReader:
             priority=submit.priority,
             conversation=submit.conversation,
             root_key=_root_key(submit, prompt),
-            sampling=submit.sampling,
-            options=_options(submit, given.options),
+            options=options,
             features=Features(*features) if features else NO_FEATURES,
             outputs=outputs,
             finished_samples=finished,
@@ -124,15 +124,20 @@ def _parameters(submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo) -> Para
         raise InvalidRequestError(
             f"sampling.beam_width is {beams.width}; must be at most {info.max_num_seqs}", field="sampling.beam_width"
         )
-    return Parameters(n, stop, beams, RowOptions(_banned_ids(stop, info), stop.min_tokens))
+    return Parameters(n, stop, beams, _banned_ids(stop, info))
 
 
-def _options(submit: scheduler_pb2.Submit, options: RowOptions) -> RowOptions:
-    """The options of the request: those of its parameters, its bad words and its log probabilities."""
-    if not (submit.bad_words_ids or submit.HasField("logprobs")):
-        return options
-    logprobs = submit.logprobs if submit.HasField("logprobs") else None
-    return replace(options, bad_words_ids=tuple(submit.bad_words_ids), logprobs=logprobs)
+def _options(submit: scheduler_pb2.Submit, given: Parameters) -> worker_pb2.RowOpen:
+    """What the request gives each of its rows. The features add to it."""
+    return worker_pb2.RowOpen(
+        request_id=submit.request_id,
+        sampling=submit.sampling,
+        banned_ids=given.banned_ids,
+        banned_before=given.stop.min_tokens,
+        bad_words_ids=submit.bad_words_ids,
+        logprobs=submit.logprobs if submit.HasField("logprobs") else None,
+        adapter=submit.adapter_digest,
+    )
 
 
 @contextmanager
@@ -163,7 +168,9 @@ def _prompt(data: bytes) -> U32:
         raise InvalidRequestError(str(error), field="prompt_token_ids") from None
 
 
-def _features(submit: scheduler_pb2.Submit, given: Parameters, prompt: U32, info: types_pb2.ModelInfo) -> list[Feature]:
+def _features(
+    submit: scheduler_pb2.Submit, given: Parameters, prompt: U32, info: types_pb2.ModelInfo, row: worker_pb2.RowOpen
+) -> list[Feature]:
     """What the request uses besides tokens; empty for most requests."""
     features = list[Feature]()
     if given.beams is not None:
@@ -172,14 +179,16 @@ def _features(submit: scheduler_pb2.Submit, given: Parameters, prompt: U32, info
     if info.is_encoder:
         features.append(EncoderPositions(len(prompt)))
     elif num_encoder_tokens:
-        features.append(EncoderPositions(num_encoder_tokens, submit.encoder))
+        features.append(EncoderPositions(num_encoder_tokens, submit.encoder.num_tokens))
+        row.encoder.CopyFrom(submit.encoder)
     if submit.inputs:
-        features.append(_inputs(submit.inputs, len(prompt), info))
+        features.append(_inputs(submit.inputs, len(prompt), info, row))
     if submit.HasField("prompt_logprobs"):
         features.append(PromptDelivery(submit.prompt_logprobs, max(1, submit.continuation.num_prompt_logprobs)))
     pooled = _pooled(submit, given.n, info)
     if pooled is not None:
         features.append(pooled)
+        row.pooling.CopyFrom(submit.pooling)
     if submit.adapter_digest:
         features.append(_adapter(submit.adapter_digest))
     return features
@@ -215,7 +224,9 @@ def _encoder_tokens(submit: scheduler_pb2.Submit, prompt: U32, max_tokens: int, 
     return padded
 
 
-def _inputs(inputs: Sequence[inputs_pb2.CarriedInput], prompt_len: int, info: types_pb2.ModelInfo) -> Inputs:
+def _inputs(
+    inputs: Sequence[inputs_pb2.CarriedInput], prompt_len: int, info: types_pb2.ModelInfo, row: worker_pb2.RowOpen
+) -> Inputs:
     """The inputs of a prompt. Their positions must ascend: the core computes chunks by them."""
     end = 0
     for i, carried in enumerate(inputs):
@@ -235,7 +246,8 @@ def _inputs(inputs: Sequence[inputs_pb2.CarriedInput], prompt_len: int, info: ty
     merge = info.images.merge_size
     spans = [(carried.start, carried.shape[0] // merge, carried.shape[1] // merge) for carried in images]
     work = tuple((carried.start, _work_of(carried, info.images)) for carried in images)
-    return Inputs(inputs, num_bytes, u32_to_bytes(np.array(spans, np.uint32)), work)
+    row.images = u32_to_bytes(np.array(spans, np.uint32))
+    return Inputs(inputs, num_bytes, work)
 
 
 def _work_of(carried: inputs_pb2.CarriedInput, info: types_pb2.ImageInfo) -> int:
@@ -297,4 +309,4 @@ def _pooled(submit: scheduler_pb2.Submit, n: int, info: types_pb2.ModelInfo) -> 
     if submit.stop.max_tokens or n != 1:
         raise InvalidRequestError("a request with pooling must have max_tokens 0 and n 1", field="pooling")
     reads_last = message.kind == types_pb2.POOLING_KIND_LAST or not is_vector
-    return PooledRequest(message, may_hit=not info.is_encoder and reads_last)
+    return PooledRequest(may_hit=not info.is_encoder and reads_last)

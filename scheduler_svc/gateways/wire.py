@@ -77,7 +77,7 @@ def deltas_to_proto(parts: Sequence[Deltas], message: scheduler_pb2.Deltas | Non
 def _num_prompt_tokens(group: SequenceGroup) -> int:
     """Tokens of the prompt. That of an encoder-decoder model is the encoder input: no padding, no decoder prompt."""
     encoder = group.features.find(EncoderPositions) if group.features.items else None
-    return len(group.prompt) if encoder is None or encoder.message is None else encoder.message.num_tokens
+    return len(group.prompt) if encoder is None or not encoder.num_tokens else encoder.num_tokens
 
 
 def _fill_finished(finished: Finished, message: scheduler_pb2.SampleFinished) -> None:

@@ -16,13 +16,8 @@ from quire.v1 import types_pb2
 
 from prefix_index.hashing import model_salt
 from request_fields.sizes import MAX_POOL_BLOCKS, MAX_POOL_TOKENS, blocks_of_row
-from scheduler_svc.core.features.adapters import UsesAdapter
 from scheduler_svc.core.features.block_moves import BlockMove
-from scheduler_svc.core.features.encoder import EncoderPositions
-from scheduler_svc.core.features.inputs import Inputs
-from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.messages import CachedBlock, RowAssignment, WorkerCapacity
-from scheduler_svc.core.sequence import Feature
 from scheduler_svc.workers.seals import SEAL_BYTES, BlockKeys, LeaseIds
 from step_protocol.columns import I64, WireError, u32_from_bytes, u32_to_bytes
 from step_protocol.messages import StepBatch, StepOutput
@@ -58,31 +53,17 @@ def step_batch_to_proto(
 
 
 def _open_row(assignment: RowAssignment, batch: worker_pb2.StepBatch) -> None:
-    """Adds the row to the opens of a step. Unset fields are not passed: most requests use few of them."""
+    """Adds the row to the opens of a step: the options of its request, and what only this row has."""
     group = assignment.group
-    message = batch.opens.add(
-        row=assignment.row,
-        token_ids=u32_to_bytes(assignment.token_ids),
-        prompt_len=assignment.prompt_len,
-        block_table=u32_to_bytes(assignment.block_table),
-        num_computed_tokens=assignment.num_computed_tokens,
-        sampling=group.sampling,
-        sample_index=assignment.sample_index,
-        request_id=group.request_id,
-    )
+    batch.opens.append(group.options)  # a copy
+    message = batch.opens[-1]
+    message.row, message.sample_index = assignment.row, assignment.sample_index
+    message.token_ids, message.prompt_len = u32_to_bytes(assignment.token_ids), assignment.prompt_len
+    message.block_table = u32_to_bytes(assignment.block_table)
+    message.num_computed_tokens = assignment.num_computed_tokens
+    message.num_candidates = assignment.num_candidates
     if assignment.fork_of_row is not None:
         message.fork_of_row = assignment.fork_of_row
-    options = group.options
-    if options.banned_ids:
-        message.banned_ids = options.banned_ids
-    if options.banned_before:
-        message.banned_before = options.banned_before
-    if options.bad_words_ids:
-        message.bad_words_ids.extend(options.bad_words_ids)
-    if assignment.num_candidates:
-        message.num_candidates = assignment.num_candidates
-    if options.logprobs is not None:
-        message.logprobs = options.logprobs
     if assignment.prompt_logprobs is not None:
         message.prompt_logprobs = assignment.prompt_logprobs
     if assignment.snapshot is not None:
@@ -91,22 +72,8 @@ def _open_row(assignment: RowAssignment, batch: worker_pb2.StepBatch) -> None:
         message.group_tables.extend(map(u32_to_bytes, assignment.group_tables))
     if assignment.inputs:
         message.inputs.extend(assignment.inputs)
-    for feature in group.features.items:
-        _add_feature(feature, message)
     if group.traceparent:
         batch.traces.add(row=assignment.row, traceparent=group.traceparent)
-
-
-def _add_feature(feature: Feature, message: worker_pb2.RowOpen) -> None:
-    match feature:
-        case PooledRequest():
-            message.pooling.CopyFrom(feature.message)
-        case EncoderPositions(message=encoder) if encoder is not None:
-            message.encoder.CopyFrom(encoder)
-        case Inputs():
-            message.images = feature.spans
-        case UsesAdapter():
-            message.adapter = feature.digest
 
 
 def step_output_from_proto(

@@ -14,12 +14,8 @@ import pytest
 from quire.internal.v1 import encoder_pb2, inputs_pb2, pooling_pb2, worker_pb2
 from quire.v1 import types_pb2
 
-from scheduler_svc.core.features.adapters import UsesAdapter
-from scheduler_svc.core.features.encoder import EncoderPositions
-from scheduler_svc.core.features.inputs import Inputs
-from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.messages import RowAssignment
-from scheduler_svc.core.sequence import Feature, Features, RowOptions, SequenceGroup
+from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.workers.wire import step_batch_to_proto
 from step_protocol.features import (
     BeamCandidates,
@@ -49,11 +45,11 @@ def f32(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
 
 
-def group(*features: Feature, **fields: Any) -> SequenceGroup:
+def group(traceparent: str = "", **fields: Any) -> SequenceGroup:
+    """A request with these fields of its rows."""
     sampling = types_pb2.SamplingParams(seed=9, temperature=0.5, top_p=0.75)
-    made = make_group(3, "request", sampling=sampling, **fields)
-    made.features = Features(*features)
-    return made
+    options = worker_pb2.RowOpen(request_id="request", sampling=sampling, **fields)
+    return make_group(3, "request", options=options, traceparent=traceparent)
 
 
 def opening(made: SequenceGroup, **fields: Any) -> StepBatch:
@@ -108,15 +104,15 @@ PLAIN_STEPS: dict[str, Callable[[], StepBatch]] = {
         commit_blocks=u32(4, 5),
         commit_digests=DIGESTS,
     ),
-    "min-tokens": lambda: opening(group(options=RowOptions(u32(2).tobytes(), 4))),
+    "min-tokens": lambda: opening(group(banned_ids=u32(2).tobytes(), banned_before=4)),
 }
 STEPS: dict[str, Callable[[], StepBatch]] = PLAIN_STEPS | {
-    "bad-words": lambda: opening(group(options=RowOptions(bad_words_ids=WORDS))),
-    "logprobs": lambda: opening(group(options=RowOptions(logprobs=2)), prompt_logprobs=1),
-    "pooling": lambda: opening(group(PooledRequest(POOLING, may_hit=False))),
-    "encoder": lambda: opening(group(EncoderPositions(2, ENCODER))),
-    "images": lambda: opening(group(Inputs([IMAGE], 6, u32(1, 1, 2).tobytes(), [(1, 4)])), inputs=[IMAGE]),
-    "adapter": lambda: opening(group(UsesAdapter(b"d" * 16))),
+    "bad-words": lambda: opening(group(bad_words_ids=WORDS)),
+    "logprobs": lambda: opening(group(logprobs=2), prompt_logprobs=1),
+    "pooling": lambda: opening(group(pooling=POOLING)),
+    "encoder": lambda: opening(group(encoder=ENCODER)),
+    "images": lambda: opening(group(images=u32(1, 1, 2).tobytes()), inputs=[IMAGE]),
+    "adapter": lambda: opening(group(adapter=b"d" * 16)),
     "snapshot": lambda: opening(group(), snapshot=6),
     "groups": lambda: opening(group(), group_tables=(u32(70), u32(90))),
     "beam": lambda: opening(group(), num_candidates=4),

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from request_fields.fields import StopCondition, sampling_params
-from scheduler_svc.core.sequence import RowOptions
 from step_protocol.messages import NO_RULES, RowOpen, StepBatch
 from tests.gpu.driver import load
 from tests.gpu.test_runner import SMALL
@@ -36,9 +35,9 @@ REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.4},
     {"seed": 5, "frequency_penalty": 1.5, "logit_bias": {7: 4.0}},
     {"seed": 3, "allowed_token_ids": [5, 6, 7, 8]},
-    {"temperature": 0.0, "options": RowOptions(logprobs=3)},
-    {"seed": 4, "options": RowOptions(banned_ids=np.array([2, 5], np.uint32).tobytes(), banned_before=9)},
-    {"seed": 6, "n": 3, "options": RowOptions(logprobs=0)},
+    {"temperature": 0.0, "options": {"logprobs": 3}},
+    {"seed": 4, "options": {"banned_ids": np.array([2, 5], np.uint32).tobytes(), "banned_before": 9}},
+    {"seed": 6, "n": 3, "options": {"logprobs": 0}},
     {"seed": 8, "speculative": False},
 ]
 ROOM = {

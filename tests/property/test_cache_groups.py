@@ -193,7 +193,8 @@ class Run:
     def submit_group(self, prompt, number, n, sampling, outputs) -> SequenceGroup:
         group = SequenceGroup(
             f"r{number}", prompt, StopCondition(MAX_TOKENS, ignore_eos=True), handle=number, n=n,
-            priority=number % 2, sampling=sampling, outputs=[u32(*output) for output in outputs],
+            priority=number % 2, options=worker_pb2.RowOpen(sampling=sampling),
+            outputs=[u32(*output) for output in outputs],
             finished_samples=frozenset(i for i, output in enumerate(outputs) if len(output) == MAX_TOKENS),
         )  # fmt: skip
         self.take(self.scheduler.add_group(group, self.now))
@@ -293,7 +294,10 @@ def test_several_windows_match_transformers(tmp_path, name, backend):
     prompt = [rng.randrange(3, 200) for _ in range(130)]
     for number, tokens in enumerate((prompt, prompt[:100] + prompt[:5])):
         stop, greedy = StopCondition(4, ignore_eos=True), types_pb2.SamplingParams(temperature=0.0)
-        scheduler.add_group(SequenceGroup(f"r{number}", u32(*tokens), stop, handle=number, sampling=greedy), 0.0)
+        scheduler.add_group(
+            SequenceGroup(f"r{number}", u32(*tokens), stop, handle=number, options=worker_pb2.RowOpen(sampling=greedy)),
+            0.0,
+        )
         output: list[int] = []
         while scheduler.has_work:
             for batch in scheduler.schedule(0.0):

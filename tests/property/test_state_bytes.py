@@ -28,7 +28,7 @@ from scheduler_svc.core.policy import TierKind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Features, SequenceGroup, StopCondition
 from scheduler_svc.workers.wire import step_batch_to_proto
-from step_protocol.columns import u32_from_bytes, u32_to_bytes
+from step_protocol.columns import u32_from_bytes
 from step_protocol.messages import StepBatch, StepOutput
 from step_protocol.proto import batch_from_proto
 from tests.carried import to_proto
@@ -82,8 +82,13 @@ def features_of(pictures: Sequence[Picture]) -> Features:
     if not pictures:
         return Features()
     items, spans = [to_proto(one.carried) for one in pictures], [one.span for one in pictures]
-    columns = u32_to_bytes(u32(*(value for span in spans for value in (span.start, span.height, span.width))))
-    return Features(Inputs(items, sum(len(one.data) for one in items), columns, [(span.start, 9) for span in spans]))
+    return Features(Inputs(items, sum(len(one.data) for one in items), [(span.start, 9) for span in spans]))
+
+
+def options_of(pictures: Sequence[Picture], seed: int) -> worker_pb2.RowOpen:
+    spans = u32(*(value for one in pictures for value in (one.span.start, one.span.height, one.span.width)))
+    sampling = types_pb2.SamplingParams(temperature=1.0, seed=seed)
+    return worker_pb2.RowOpen(sampling=sampling, images=spans.tobytes())
 
 
 @cache
@@ -188,7 +193,7 @@ class Run:
         group = SequenceGroup(
             f"r{number}", u32(*prompt), StopCondition(MAX_TOKENS, ignore_eos=True), handle=number,
             n=rng.choice((1, 1, 2)), priority=rng.choice((0, 0, 1)),
-            sampling=types_pb2.SamplingParams(temperature=1.0, seed=number), features=features_of(pictures_in(prompt)),
+            options=options_of(pictures_in(prompt), number), features=features_of(pictures_in(prompt)),
         )  # fmt: skip
         self.groups.append(group)
         self.expected[group.prompt.tobytes()] = undisturbed(self.folder, tuple(prompt), number, 0)[0]

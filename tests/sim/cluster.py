@@ -216,11 +216,11 @@ class Cluster:
             n=request.n,
             priority=request.priority,
             root_key=request.root_key,
-            sampling=request.seed,
+            options=request.seed,
             features=make_features(
                 beam_params=request.beams,
                 num_encoder_tokens=request.num_encoder_tokens,
-                pooling=PooledRequest(request.pooling, may_hit=request.pooling == "last") if request.pooling else None,
+                pooling=PooledRequest(may_hit=request.pooling == "last") if request.pooling else None,
                 inputs=request.inputs,
                 num_input_bytes=sum(item.length for item in request.inputs),
                 image_work=[(item.start, 1 + 3 * item.length) for item in request.inputs if item.content == 0],

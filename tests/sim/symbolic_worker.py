@@ -361,8 +361,8 @@ class SymbolicWorker:
         parent = opened.fork_of_row
         self.row_version[row] = self.version if parent is None else self.row_version[parent]
         self.is_open[row], self.group[row] = True, opened
-        self.seed[row], self.sample[row] = opened.group.sampling, opened.sample_index
-        self.is_hopeless[row] = opened.group.sampling == NAN_SEED
+        self.seed[row], self.sample[row] = opened.group.options, opened.sample_index
+        self.is_hopeless[row] = opened.group.options == NAN_SEED
         self.prompt_len[row], self.history_len[row] = opened.prompt_len, count
         self.num_computed_tokens[row] = opened.num_computed_tokens
         self.num_candidates[row] = opened.num_candidates
@@ -925,4 +925,4 @@ class SymbolicWorker:
 def _pooling(opened: RowAssignment) -> str | None:
     """Kind of the row's pooling; None if it returns tokens."""
     found = opened.group.features.find(PooledRequest)
-    return None if found is None else found.message
+    return None if found is None else "last" if found.may_hit else "mean"

@@ -7,7 +7,6 @@ They are a whole number of blocks. One chunk computes all of them, and a prefix 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any
 
 from scheduler_svc.core.errors import NeverFitsError
 from scheduler_svc.core.sequence import Feature, SequenceGroup
@@ -34,11 +33,11 @@ class EncoderRows(WorkerPart):
 
 
 class EncoderPositions(Feature):
-    """The first `num_tokens` positions of a prompt. `message` is opaque and reaches the worker in RowAssignment."""
+    """The first `num_head_tokens` positions of a prompt; `num_tokens` of them have no padding. 0: all of the prompt."""
 
     part = EncoderRows
     selects_workers = True
 
-    def __init__(self, num_tokens: int, message: Any = None) -> None:
-        self.num_head_tokens = num_tokens
-        self.message = message
+    def __init__(self, num_head_tokens: int, num_tokens: int = 0) -> None:
+        self.num_head_tokens = num_head_tokens
+        self.num_tokens = num_tokens

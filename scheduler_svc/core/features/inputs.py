@@ -36,17 +36,13 @@ class Carried(Protocol):
 
 
 class Inputs(Feature):
-    """The inputs of a request, in the order of their positions. `num_bytes`: the size of their data. `spans`: the
-    places of the images among them; opaque. `image_work`: per image, its first position, and its work as a number
-    of tokens.
+    """The inputs of a request, in the order of their positions. `num_bytes`: the size of their data. `image_work`: per
+    image, its first position, and its work as a number of tokens.
     """
 
-    def __init__(
-        self, items: Seq[Carried], num_bytes: int, spans: bytes = b"", image_work: Seq[tuple[int, int]] = ()
-    ) -> None:
+    def __init__(self, items: Seq[Carried], num_bytes: int, image_work: Seq[tuple[int, int]] = ()) -> None:
         self.items = items
         self.num_bytes = num_bytes
-        self.spans = spans
         self.image_work = image_work
 
     def after(self, num_computed_tokens: int) -> Seq[Carried]:

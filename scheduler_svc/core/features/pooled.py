@@ -5,8 +5,6 @@ Nothing of them stays in a pool: their blocks are never registered, and are free
 
 from __future__ import annotations
 
-from typing import Any
-
 from scheduler_svc.core.messages import Deltas, RowAssignment, pooled_deltas
 from scheduler_svc.core.sequence import Feature, Sequence, SequenceGroup
 from scheduler_svc.core.worker_state import InFlightStep, StepPlan, WorkerPart, WorkerState
@@ -43,18 +41,15 @@ class PoolingRows(WorkerPart):
 
 
 class PooledRequest(Feature):
-    """What a pooled request returns. `message` is opaque and reaches the worker in RowAssignment.
-
-    `may_hit`: the numbers depend on the state of the last token only. Others need the states of all tokens, which a
-    cached prefix does not have.
+    """A pooled request. `may_hit`: the numbers depend on the state of the last token only. Others need the states of
+    all tokens, which a cached prefix does not have.
     """
 
     part = PoolingRows
     is_private = True
     limits_hits = True
 
-    def __init__(self, message: Any, *, may_hit: bool) -> None:
-        self.message = message
+    def __init__(self, *, may_hit: bool) -> None:
         self.may_hit = may_hit
 
     def max_cached_tokens(self, group: SequenceGroup, num_tokens: int) -> int:

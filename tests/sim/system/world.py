@@ -208,7 +208,7 @@ class World:
         number = len(self.requests) + 1
         seed = 1000 + number
         eos, vocab = self.setup.eos_token_ids, self.setup.vocab_size
-        group = SequenceGroup(f"r{number}", np.array(prompt, dtype=np.uint32), stop, n=n, sampling=seed)
+        group = SequenceGroup(f"r{number}", np.array(prompt, dtype=np.uint32), stop, n=n, options=seed)
         request = Request(
             name=f"r{number}",
             prompt=prompt,
@@ -413,7 +413,7 @@ class World:
         if len(set(ids)) != len(ids):
             raise Violation(f"{scheduler.name} has a request twice: {sorted(ids)}")
         for group in live:
-            request = self.requests[group.sampling.seed]
+            request = self.requests[group.options.sampling.seed]
             since = request.ended_at
             if since is not None and self.now - max(since, self._calm_since) > FORGOTTEN_S:
                 raise Violation(f"{group.request_id} is still live at {scheduler.name}, but its client left long ago")

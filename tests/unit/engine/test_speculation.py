@@ -10,7 +10,6 @@ import pytest
 from quire_client.demo import demo_model_dir
 
 from request_fields.fields import StopCondition
-from scheduler_svc.core.sequence import RowOptions
 from tests.speculating import Answer, GivenDrafts, NoTimes, System, speculate
 from tests.unit.engine.models import make_model
 from worker_svc.engine.config import EngineConfig
@@ -28,8 +27,8 @@ REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0, "frequency_penalty": 1.5},
     {"temperature": 0.0, "logit_bias": {7: 9.0, 9: 8.5}},
     {"seed": 3, "allowed_token_ids": [5, 6, 7, 8]},
-    {"temperature": 0.0, "options": RowOptions(logprobs=3)},
-    {"seed": 4, "options": RowOptions(banned_ids=np.array([2, 5], np.uint32).tobytes(), banned_before=9)},
+    {"temperature": 0.0, "options": {"logprobs": 3}},
+    {"seed": 4, "options": {"banned_ids": np.array([2, 5], np.uint32).tobytes(), "banned_before": 9}},
     {"seed": 6, "n": 3},
 ]
 

@@ -16,7 +16,6 @@ from quire_client.demo import demo_model_dir
 from tokenizers import Tokenizer
 
 from request_fields.fields import StopCondition
-from scheduler_svc.core.sequence import RowOptions
 from tests.speculating import Answer, NoTimes, System, speculate
 from tests.unit.engine.heads import add_mtp, make_eagle
 from tests.unit.engine.models import make_model
@@ -35,12 +34,12 @@ FIELDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "frequency_penalty": 0.3},
     {"seed": 4, "logit_bias": {300: 6.0, 301: 5.0}},
     {"seed": 5, "allowed_token_ids": [300, 301, 302]},
-    {"seed": 6, "banned_token_ids": [13, 300], "options": RowOptions(logprobs=2)},
-    {"seed": 7, "options": RowOptions(banned_ids=np.array([2, 0], np.uint32).tobytes(), banned_before=20)},
+    {"seed": 6, "banned_token_ids": [13, 300], "options": {"logprobs": 2}},
+    {"seed": 7, "options": {"banned_ids": np.array([2, 0], np.uint32).tobytes(), "banned_before": 20}},
     {"temperature": 0.0, "regex": "([a-f]{3} ){4}end"},
     {"seed": 8, "json_schema": SCHEMA},
     {"seed": 9, "choice": ["yes and so on", "yes and no more", "no"]},
-    {"seed": 10, "n": 2, "options": RowOptions(logprobs=0)},
+    {"seed": 10, "n": 2, "options": {"logprobs": 0}},
     {"seed": 11, "n": 3, "temperature": 0.7, "repetition_penalty": 1.1},
     {"seed": 12, "speculative": False},
     {"seed": 13, "top_a": 0.2},
@@ -48,10 +47,10 @@ FIELDS: tuple[dict[str, Any], ...] = (
 RARE: tuple[dict[str, Any], ...] = (
     {"seed": 14, "json_object": True},
     {"temperature": 0.0, "grammar": "start: WORD{6,8}\nWORD: /[a-z]{2,3} /\n"},
-    {"seed": 15, "options": RowOptions(bad_words_ids=[TokenIds(ids=[300]), TokenIds(ids=[301, 302])])},
-    {"seed": 16, "logprobs_mode": LOGPROBS_MODE_PROCESSED, "top_k": 5, "options": RowOptions(logprobs=2)},
-    {"seed": 17, "logits_digests": True, "options": RowOptions(logprobs=0)},
-    {"seed": 18, "num_forced_tokens": 4, "options": RowOptions(logprobs=0)},
+    {"seed": 15, "options": {"bad_words_ids": [TokenIds(ids=[300]), TokenIds(ids=[301, 302])]}},
+    {"seed": 16, "logprobs_mode": LOGPROBS_MODE_PROCESSED, "top_k": 5, "options": {"logprobs": 2}},
+    {"seed": 17, "logits_digests": True, "options": {"logprobs": 0}},
+    {"seed": 18, "num_forced_tokens": 4, "options": {"logprobs": 0}},
 )
 REQUESTS = (*FIELDS, *FIELDS[: len(FIELDS) - len(RARE)], *RARE)
 ROOM = {"block_size": 8, "max_num_seqs": 48, "max_num_batched_tokens": 96, "max_model_len": 160, "threads": 1}

@@ -42,7 +42,7 @@ def test_equal_parameters_are_checked_once_and_keep_their_own_seeds() -> None:
     groups = [reader.group(submit, owner=0) for submit in (first, second, other)]
     assert groups[0].stop is groups[1].stop
     assert groups[0].stop is not groups[2].stop
-    assert [group.sampling.seed for group in groups] == [first.sampling.seed, 77, other.sampling.seed]
+    assert [group.options.sampling.seed for group in groups] == [first.sampling.seed, 77, other.sampling.seed]
 
 
 def test_kept_parameters_do_not_hide_an_invalid_request() -> None:
@@ -86,7 +86,7 @@ def test_steady_decode_is_columns_only() -> None:
 
 
 def test_a_step_with_all_fields_keeps_all_fields() -> None:
-    group = make_group(3, sampling=types_pb2.SamplingParams(seed=9))
+    group = make_group(3, options=worker_pb2.RowOpen(sampling={"seed": 9}))
     opened = [
         RowAssignment(1, group, 0, column(1, 2, 3), 3, column(7), 0),
         RowAssignment(2, group, 1, column(), 3, column(7), 3, fork_of_row=1),
@@ -180,7 +180,7 @@ def test_reads_a_request() -> None:
     assert group.prompt.tolist() == [1, 2, 3]
     assert (group.stop.max_tokens, group.stop.stop_token_ids) == (9, {7})
     assert [output.tolist() for output in group.outputs] == [[], [4, 5]]
-    assert group.sampling.seed == 1
+    assert group.options.sampling.seed == 1
     assert (group.tenant_id, group.timeout_s, group.takes_over) == ("", None, False)
     submit.tenant_id, submit.deadline_ms, submit.takes_over = "acme", 1500, True
     group = SubmitReader(info()).group(submit, owner=2)
@@ -223,16 +223,18 @@ def add_bad_words(submit: scheduler_pb2.Submit, *words: list[int]) -> None:
     submit.bad_words_ids.extend(types_pb2.TokenIds(ids=ids) for ids in words)
 
 
-def test_rules_for_tokens_reach_the_worker() -> None:
+def test_what_a_request_uses_reaches_the_worker() -> None:
     submit = make_submit(1, [1, 2, 3], max_tokens=8)
     submit.sampling.allowed_token_ids.extend([5, 6])
     submit.sampling.logit_bias[6] = 2.5
     submit.sampling.frequency_penalty = 0.5
+    submit.adapter_digest, submit.logprobs = b"d" * 16, 0
     add_bad_words(submit, [5, 6], [6, 6])
     opened = RowAssignment(1, SubmitReader(info()).group(submit, owner=0), 0, column(1, 2, 3), 3, column(7), 0)
     batch = StepBatch(1, column(), column(), column(), np.array([], np.bool_), column(), opens=[opened], worker_id="w0")
     [message] = worker_wire.step_batch_to_proto(batch, FENCE).opens
-    assert message.sampling == submit.sampling
+    assert (message.sampling, message.adapter) == (submit.sampling, submit.adapter_digest)
+    assert (message.HasField("logprobs"), message.request_id) == (True, submit.request_id)
     assert [list(word.ids) for word in message.bad_words_ids] == [[5, 6], [6, 6]]
 
 

@@ -44,6 +44,7 @@ def test_the_root_depends_on_the_whole_input_and_on_the_salt() -> None:
     assert keys[0] == keys[1]
     assert len(set(keys)) == 4
     assert [group.features.num_head_tokens for group in groups] == [32] * 5
+    assert [group.options.encoder.num_tokens for group in groups] == [20, 20, 20, 19, 20], "the worker gets the input"
 
 
 @pytest.mark.parametrize(
