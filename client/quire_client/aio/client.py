@@ -26,8 +26,7 @@ from quire_client.requests import pooled as pooled_requests
 from quire_client.requests.chat import ChatOptions, Messages
 from quire_client.requests.generate import GenerateOptions
 from quire_client.requests.pooled import EmbedInput, EmbedOptions, ScoreOptions
-from quire_client.resume import ResumePolicy, policy_of_call
-from quire_client.retry import RetryPolicy, abort_timeout_s
+from quire_client.retry import ResumePolicy, RetryPolicy, abort_timeout_s, policy_of_call
 from quire_client.structured import schema_of, with_parsed
 from quire_client.types import (
     AbortResult,

@@ -24,8 +24,7 @@ from quire_client.errors import (
     gateway_hangs,
 )
 from quire_client.log import log
-from quire_client.resume import ResumePolicy, Resumption, gave_up
-from quire_client.retry import RETRY_TAKEN_S, Deadline
+from quire_client.retry import RETRY_TAKEN_S, Deadline, ResumePolicy, Resumption, gave_up
 from quire_client.types import Delta, GenerateResult, Sample
 
 NOT_OPEN = "the stream is not open: use it as `async with client.stream(...) as stream:`"

@@ -31,7 +31,7 @@ from quire_client.assembly import StreamAssembler, load_digest
 from quire_client.connection.channel import resolve_targets
 from quire_client.connection.targets import AVOID_FROZEN_S, AVOID_S, TargetRing
 from quire_client.errors import InternalError, Overloaded
-from quire_client.resume import ResumePolicy, Resumption
+from quire_client.retry import ResumePolicy, Resumption
 from quire_client.testing import FakeGateway
 
 QUICK = RetryPolicy(max_attempts=3, initial_s=0.001, max_s=0.002)
