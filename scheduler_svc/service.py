@@ -21,10 +21,9 @@ from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.flags import make_parser
 from scheduler_svc.gateways.streams import Gateways
-from scheduler_svc.history import SAMPLE_S
+from scheduler_svc.history import SAMPLE_S, RequestTimelines
 from scheduler_svc.metrics import SPECS, SchedulerReader
 from scheduler_svc.other_schedulers import OtherSchedulers
-from scheduler_svc.request_traces import RequestTraces
 from scheduler_svc.servicer import CALLERS, MAX_REGISTER_BYTES, SERVICE_NAME, SchedulerParts, SchedulerServicer
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.leased_worker import Dialer, LinkTimeouts
@@ -69,7 +68,7 @@ def build(args: argparse.Namespace, trust: Trust) -> SchedulerParts:
     scheduler_id, epoch = args.scheduler_id or socket.gethostname(), secrets.randbits(64)
     index = make_index(args, make_owner(scheduler_id, epoch), lambda: step_loop.core.cached_prefixes())
     tracer = make_tracer(args, "scheduler", scheduler_id)
-    step_loop = StepLoop(config, index, RequestTraces(tracer))
+    step_loop = StepLoop(config, index, RequestTimelines(tracer))
     gateways = Gateways(step_loop, epoch, args.gateway_heartbeat_s, MemoryLimit.of_flag(args.max_memory_bytes))
     timeouts = LinkTimeouts(heartbeat_s=args.heartbeat_timeout_s, step_s=args.step_timeout_s)
     dialer = Dialer(

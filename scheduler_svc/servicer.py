@@ -155,12 +155,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetHistory(self, request: pb.GetHistoryRequest, context: Context) -> pb.GetHistoryResponse:
         step_loop = self._parts.step_loop
         if not request.request_id:
-            history = history_to_proto(step_loop.events, step_loop.traces.ended, self._to_unix)
+            history = history_to_proto(step_loop.events, step_loop.timelines.ended, self._to_unix)
             add_totals(history, step_loop.times.refusals, step_loop.core.stats().costs.tenants)
             history.samples = step_loop.samples.to_bytes(time.monotonic())
             history.adapters.extend(self._parts.pool.describe_adapters())
             return history
-        found = step_loop.traces.find(request.request_id, step_loop.times.first_token_at, time.monotonic())
+        found = step_loop.timelines.find(request.request_id, step_loop.times.first_token_at, time.monotonic())
         return request_to_proto(found, self._to_unix)
 
     async def InspectScheduler(

@@ -30,10 +30,9 @@ from scheduler_svc.core.policy import TierKind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from scheduler_svc.core.sequence import Sequence as QueuedSequence
-from scheduler_svc.history import Events, LoadSamples
+from scheduler_svc.history import Events, LoadSamples, RequestTimelines, log_finished, log_queued
 from scheduler_svc.metrics import SchedulerTimes
 from scheduler_svc.refusals import RETRY_NO_WORKER_S, RETRY_STOPPING_S, RetryAdvice, refusal_from
-from scheduler_svc.request_traces import RequestTraces, log_finished, log_queued
 from step_protocol.messages import StepBatch, StepOutput
 from svc_common.errors import AlreadyExistsError, ServiceError, UnavailableError
 from svc_common.flush import FlushTimer
@@ -117,10 +116,10 @@ class StepLoop:
     request is live, a worker with another model may join.
     """
 
-    def __init__(self, config: SchedulerConfig, index: PrefixIndex, traces: RequestTraces | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, index: PrefixIndex, timelines: RequestTimelines | None = None) -> None:
         self._config = config
         self._index = index
-        self.traces = traces or RequestTraces()
+        self.timelines = timelines or RequestTimelines()
         self._now = 0.0  # time of the current turn
         self.core = Scheduler(config)  # others only read it
         self.lenders: Lenders | None = None
@@ -319,7 +318,7 @@ class StepLoop:
             self._begin_moves()
         if requeued := self.core.take_requeued():
             self._record_requeued(requeued)
-        self.traces.record_steps(batches, self._now)
+        self.timelines.record_steps(batches, self._now)
         self._produce(self.core.take_expired())
         due_at = min(self.core.patience_ends_at, self.core.changes_due_at)
         if self.core.moves.is_on:
@@ -345,7 +344,7 @@ class StepLoop:
     def _record_requeued(self, requeued: list[QueuedSequence]) -> None:
         for sequence in requeued:
             self.events.add(self._now, f"sequences queued again: {sequence.requeue_reason}", count=1)
-        self.traces.record_moves(requeued, self._now)
+        self.timelines.record_moves(requeued, self._now)
 
     def _produce(self, deltas: Deltas) -> None:
         """Keep tokens and finishes of the core for `_route`."""
@@ -353,7 +352,7 @@ class StepLoop:
             return
         self._produced.append(deltas)
         if deltas.finished:
-            self.traces.record_ends(deltas.finished, self.times.first_token_at, self._now)
+            self.timelines.record_ends(deltas.finished, self.times.first_token_at, self._now)
         self.times.record_deltas(deltas, self._now, self._find)
         # Drop finished requests at once: a late cancel must not find a request that another stream has taken over.
         for finished in deltas.finished:
@@ -388,18 +387,18 @@ class StepLoop:
         link = self._gateways.get(group.owner)
         if link is None:
             return
-        self.traces.begin(group, self._now)
+        self.timelines.begin(group, self._now)
         try:
             self._add(group)
         except ServiceError as error:
             self.times.refusals[error.code.name] += 1
             self.events.add(self._now, f"requests refused: {error.code.name}", count=1)
-            self.traces.refuse(group, error.code.name, self._now)
+            self.timelines.refuse(group, error.code.name, self._now)
             link.reply(group.handle, error)
         except Exception:
             # One request must not end the scheduler: its gateway would then send it to the next scheduler.
             log.exception("request %s: the core failed to add it", group.request_id)
-            self.traces.refuse(group, ServiceError.code.name, self._now)
+            self.timelines.refuse(group, ServiceError.code.name, self._now)
             link.reply(group.handle, ServiceError("internal error while queueing the request; see the scheduler's log"))
         else:
             link.reply(group.handle, None)

@@ -16,10 +16,10 @@ from scheduler_svc.history import (
     SAMPLE_S,
     Events,
     LoadSamples,
+    RequestTimelines,
     add_totals,
     history_to_proto,
 )
-from scheduler_svc.request_traces import RequestTraces
 from tests.builders import make_group
 from tests.unit.scheduler.fakes import FakeGateway, FakeWorker, running_loop, settle
 
@@ -46,7 +46,7 @@ def test_equal_counts_within_a_short_time_are_one_event() -> None:
     assert texts(events) == [("refused", 5), ("worker a joined", 0), ("worker a joined", 0)]
     events.add(JOIN_S + 0.1, "refused", count=1)
     assert texts(events)[-1] == ("refused", 1), "the first one is too old"
-    message = history_to_proto(events, RequestTraces().ended, lambda at: at + 1000.0)
+    message = history_to_proto(events, RequestTimelines().ended, lambda at: at + 1000.0)
     first = message.events[0]
     assert (first.at, first.count) == (1000.0, 5)
 

@@ -11,13 +11,12 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from quire.internal.v1 import worker_pb2
+from step_protocol.types import RowError, RowErrorCode
 
 from scheduler_svc.core.messages import Finished, RowAssignment
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceData, SequenceGroup, SequenceStatus
-from scheduler_svc.history import MAX_ENDED, MAX_STAGES
-from scheduler_svc.request_traces import RequestTraces
+from scheduler_svc.history import MAX_ENDED, MAX_STAGES, RequestTimelines
 from step_protocol.messages import StepBatch
-from step_protocol.types import RowError, RowErrorCode
 from svc_common.observe.otlp import Tracer
 from tests.builders import make_group
 from worker_svc.steps.row_traces import RowTraces
@@ -62,21 +61,21 @@ def seconds(span: ReadableSpan) -> float:
 
 
 def test_a_sequence_that_lost_its_worker(tracer: Tracer, exporter: InMemorySpanExporter) -> None:
-    traces, group = RequestTraces(tracer), traced_group()
-    traces.begin(group, 0.0)
+    timelines, group = RequestTimelines(tracer), traced_group()
+    timelines.begin(group, 0.0)
     assert group.traceparent != PARENT, "rows are children of the scheduler's span"
-    traces.record_steps(opened(group, "a"), 1.0)
+    timelines.record_steps(opened(group, "a"), 1.0)
     group.sequences[0].requeue_reason = "lost"
-    traces.record_moves(group.sequences, 3.0)
-    traces.record_steps(opened(group, "b"), 3.5)
-    traces.record_ends(ended(group, FinishReason.LENGTH, 5), lambda *_: 2.0, 6.0)
+    timelines.record_moves(group.sequences, 3.0)
+    timelines.record_steps(opened(group, "b"), 3.5)
+    timelines.record_ends(ended(group, FinishReason.LENGTH, 5), lambda *_: 2.0, 6.0)
     spans = spans_of(exporter)
     durations = {name: seconds(span) for name, span in spans.items()}
     assert durations == {"queue": 1.0, "prefill": 1.0, "move": 0.5, "decode": 4.0, "schedule": 6.0}
     move = spans["move"].attributes or {}
     assert (move["quire.reason"], move["quire.from_worker"], move["quire.to_worker"]) == ("lost", "a", "b")
-    assert not traces.num_open
-    (record,) = traces.ended
+    assert not timelines.num_open
+    (record,) = timelines.ended
     assert record.trace_id == PARENT.split("-")[1]
     assert [(stage.name, stage.start, stage.end, stage.worker_id, stage.reason) for stage in record.stages] == [
         ("move", 3.0, 3.5, "b", "lost"),
@@ -87,39 +86,39 @@ def test_a_sequence_that_lost_its_worker(tracer: Tracer, exporter: InMemorySpanE
 
 
 def test_a_sequence_that_ends_while_it_waits_for_a_worker(tracer: Tracer, exporter: InMemorySpanExporter) -> None:
-    traces, group = RequestTraces(tracer), traced_group()
-    traces.begin(group, 0.0)
-    traces.record_steps(opened(group, "a"), 1.0)
-    traces.record_moves(group.sequences, 2.0)
-    traces.record_ends(ended(group, FinishReason.ERROR, 0), lambda *_: None, 9.0)
+    timelines, group = RequestTimelines(tracer), traced_group()
+    timelines.begin(group, 0.0)
+    timelines.record_steps(opened(group, "a"), 1.0)
+    timelines.record_moves(group.sequences, 2.0)
+    timelines.record_ends(ended(group, FinishReason.ERROR, 0), lambda *_: None, 9.0)
     spans = spans_of(exporter)
     assert {name for name, span in spans.items() if not span.status.is_ok} == {"move", "prefill", "schedule"}
 
 
 def test_a_sequence_that_never_got_a_row(tracer: Tracer, exporter: InMemorySpanExporter) -> None:
-    traces, group = RequestTraces(tracer), traced_group()
-    traces.begin(group, 0.0)
-    traces.record_ends(ended(group, FinishReason.ABORTED, 0), lambda *_: None, 4.0)
+    timelines, group = RequestTimelines(tracer), traced_group()
+    timelines.begin(group, 0.0)
+    timelines.record_ends(ended(group, FinishReason.ABORTED, 0), lambda *_: None, 4.0)
     assert {name: seconds(span) for name, span in spans_of(exporter).items()} == {"queue": 4.0, "schedule": 4.0}
 
 
 def test_a_refused_request(tracer: Tracer, exporter: InMemorySpanExporter) -> None:
-    traces, group = RequestTraces(tracer), traced_group()
-    traces.begin(group, 0.0)
-    traces.refuse(group, "RESOURCE_EXHAUSTED", 0.1)
+    timelines, group = RequestTimelines(tracer), traced_group()
+    timelines.begin(group, 0.0)
+    timelines.refuse(group, "RESOURCE_EXHAUSTED", 0.1)
     (span,) = exporter.get_finished_spans()
     assert (span.name, (span.attributes or {})["error.type"]) == ("schedule", "RESOURCE_EXHAUSTED")
-    assert not traces.num_open
+    assert not timelines.num_open
 
 
 def test_a_request_that_is_not_sampled_has_stages_and_no_spans(tracer: Tracer, exporter: InMemorySpanExporter) -> None:
-    traces, group = RequestTraces(tracer), traced_group()
+    timelines, group = RequestTimelines(tracer), traced_group()
     group.traceparent = ""
-    traces.begin(group, 0.0)
-    traces.record_steps(opened(group, "a"), 1.0)
+    timelines.begin(group, 0.0)
+    timelines.record_steps(opened(group, "a"), 1.0)
     group.sequences[0].requeue_reason = "preempted"
-    traces.record_moves(group.sequences, 3.0)
-    found = traces.find(group.request_id, lambda *_: 2.0, 4.0)
+    timelines.record_moves(group.sequences, 3.0)
+    found = timelines.find(group.request_id, lambda *_: 2.0, 4.0)
     assert found is not None
     assert [(stage.name, stage.start, stage.end, stage.reason) for stage in found.stages] == [
         ("queue", 0.0, 1.0, ""),
@@ -127,24 +126,24 @@ def test_a_request_that_is_not_sampled_has_stages_and_no_spans(tracer: Tracer, e
         ("decode", 2.0, 4.0, ""),
         ("move", 3.0, 4.0, "preempted"),
     ]
-    assert (found.reason, found.trace_id, traces.find("unknown", lambda *_: None, 4.0)) == ("", "", None)
-    traces.record_ends(ended(group, FinishReason.LENGTH, 5), lambda *_: 2.0, 6.0)
-    assert traces.find(group.request_id, lambda *_: None, 7.0) == traces.ended[0]
+    assert (found.reason, found.trace_id, timelines.find("unknown", lambda *_: None, 4.0)) == ("", "", None)
+    timelines.record_ends(ended(group, FinishReason.LENGTH, 5), lambda *_: 2.0, 6.0)
+    assert timelines.find(group.request_id, lambda *_: None, 7.0) == timelines.ended[0]
     assert exporter.get_finished_spans() == ()
 
 
 def test_the_requests_and_stages_that_are_kept_are_bounded() -> None:
-    traces = RequestTraces()
+    timelines = RequestTimelines()
     for i in range(MAX_ENDED + 5):
         group = make_group(8, f"r{i}")
         group.sequences = [Sequence(group, k, SequenceData(group.prompt, EMPTY), k) for k in range(MAX_STAGES + 1)]
         for sequence in group.sequences:
             sequence.status = SequenceStatus.FINISHED
-        traces.begin(group, 0.0)
+        timelines.begin(group, 0.0)
         ends = [Finished(group, k, FinishReason.LENGTH, 1, 0, 0, 0) for k in range(MAX_STAGES + 1)]
-        traces.record_ends(ends, lambda *_: None, 1.0)
-    assert (len(traces.ended), len(traces.ended[-1].stages), traces.num_open) == (MAX_ENDED, MAX_STAGES, 0)
-    assert (traces.ended[0].request_id, traces.ended[0].output_tokens) == ("r5", MAX_STAGES + 1)
+        timelines.record_ends(ends, lambda *_: None, 1.0)
+    assert (len(timelines.ended), len(timelines.ended[-1].stages), timelines.num_open) == (MAX_ENDED, MAX_STAGES, 0)
+    assert (timelines.ended[0].request_id, timelines.ended[0].output_tokens) == ("r5", MAX_STAGES + 1)
 
 
 def step(step_id: int, opens: int = 0, close: list[int] | None = None) -> tuple[worker_pb2.StepBatch, SimpleNamespace]:
