@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from scheduler_svc.core.admission.requests import Requests
 from scheduler_svc.core.block_manager import CACHED, USED, ceil_div
-from scheduler_svc.core.features.adapters import ResidentAdapters
 from scheduler_svc.core.messages import Counts
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.steps.costs import Costs
@@ -45,8 +44,6 @@ class WorkerStats:
     blocks_cached: int
     blocks_used: int
     steps_in_flight: int
-    adapters_resident: int = 0
-    adapter_swaps: int = 0
 
     @property
     def blocks_total(self) -> int:
@@ -81,7 +78,6 @@ def load_of(requests: Requests, workers: Collection[WorkerState]) -> Load:
 
 def worker_stats(worker: WorkerState) -> WorkerStats:
     """The occupancy of this worker."""
-    adapters = worker.find_part(ResidentAdapters)
     return WorkerStats(
         worker_id=worker.capacity.worker_id,
         rows_used=worker.rows.num_used,
@@ -90,8 +86,6 @@ def worker_stats(worker: WorkerState) -> WorkerStats:
         blocks_cached=worker.pool.num_cached,
         blocks_used=worker.pool.num_used,
         steps_in_flight=len(worker.in_flight),
-        adapters_resident=adapters.slots.num_resident if adapters else 0,
-        adapter_swaps=adapters.slots.num_swaps if adapters else 0,
     )
 
 

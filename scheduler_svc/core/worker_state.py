@@ -346,10 +346,6 @@ class WorkerState:
         self.parts.append(part)
         self.parts_of_all.append(part)
 
-    def find_part(self, kind: type[P]) -> P | None:
-        """The part of this kind, if a request has used the feature here."""
-        return self._part_of.get(kind)  # type: ignore[return-value]
-
     def parts_of(self, group: SequenceGroup) -> list[WorkerPart]:
         """The parts of the features that a request uses."""
         used = [self.part(feature.part) for feature in group.features.items if feature.part is not None]

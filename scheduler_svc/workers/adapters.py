@@ -47,18 +47,18 @@ class Adapters:
 
     def __init__(self, step_loop: StepLoop) -> None:
         self._step_loop = step_loop
-        self._known: dict[str, worker_pb2.WorkerAdapter] = {}
+        self.known: dict[str, worker_pb2.WorkerAdapter] = {}  # others only read it
         self._removed: set[tuple[str, bytes]] = set()
         self._workers: dict[str, LeasedAdapters] = {}
 
     def reset(self) -> None:
         """Another model is served from now on."""
-        self._known.clear()
+        self.known.clear()
         self._removed.clear()
 
     def infos(self) -> list[types_pb2.AdapterInfo]:
         """All adapters, by name, for gateways."""
-        return [types_pb2.AdapterInfo(name=name, digest=a.digest) for name, a in sorted(self._known.items())]
+        return [types_pb2.AdapterInfo(name=name, digest=a.digest) for name, a in sorted(self.known.items())]
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class Adapters:
                 f"adapters has {len(announced)} entries; must have at most {MAX_ANNOUNCED}", field="adapters"
             )
         for adapter in announced:
-            known = self._known.get(adapter.name)
+            known = self.known.get(adapter.name)
             if known is not None and known.digest != adapter.digest:
                 raise WorkerRefusedError(
                     f"worker {worker_id} has adapter {adapter.name!r} with digest {adapter.digest.hex()}, but this "
@@ -101,16 +101,16 @@ class Adapters:
         worker = self._workers.get(link.worker_id)
         if worker is None or worker.link is not link:
             return False
-        names = set(self._known)
+        names = set(self.known)
         if list(worker.loaded.values()) != list(announced):
             self._note(worker, announced)
-        return set(self._known) != names
+        return set(self.known) != names
 
     def _note(self, worker: LeasedAdapters, announced: Iterable[worker_pb2.WorkerAdapter]) -> None:
         worker.loaded = {adapter.name: adapter for adapter in announced}
         for adapter in worker.loaded.values():
             if (adapter.name, adapter.digest) not in self._removed:
-                self._known.setdefault(adapter.name, adapter)
+                self.known.setdefault(adapter.name, adapter)
         self._report(worker)
         self._sync(worker)
 
@@ -120,7 +120,7 @@ class Adapters:
         self._step_loop.adapters_changed(worker.link, frozenset(digests))
 
     def _digest_of(self, name: str) -> bytes:
-        known = self._known.get(name)
+        known = self.known.get(name)
         return b"" if known is None else known.digest
 
     # -- bringing workers to the set ----------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Adapters:
         """The adapters that a worker lacks, and the names of those that it must unload."""
         missing = [
             adapter
-            for name, adapter in self._known.items()
+            for name, adapter in self.known.items()
             if name not in worker.loaded and (name, adapter.digest) not in worker.refused
         ]
         removed = [a.name for a in worker.loaded.values() if (a.name, a.digest) in self._removed]
@@ -192,8 +192,8 @@ class Adapters:
             raise problem
         for worker, loaded in zip(workers, results, strict=True):
             if not isinstance(loaded, BaseException):
-                worker.loaded[name] = self._known[name] = loaded
-        self._removed.discard((name, self._known[name].digest))
+                worker.loaded[name] = self.known[name] = loaded
+        self._removed.discard((name, self.known[name].digest))
         for worker in workers:
             self._report(worker)
         log.info("adapter %s is loaded on %d workers", name, len(workers))
@@ -201,7 +201,7 @@ class Adapters:
 
     async def remove(self, name: str) -> bool:
         """Unload an adapter from all workers. False if none has it. Raises NotConfiguredError while requests use it."""
-        adapter = self._known.get(name)
+        adapter = self.known.get(name)
         if adapter is None:
             return False
         num_requests = self._step_loop.core.adapters.num_requests_with(adapter.digest)
@@ -209,7 +209,7 @@ class Adapters:
             raise NotConfiguredError(
                 f"adapter {name!r} is in use by {num_requests} requests; end them or wait, then unload it", field="name"
             )
-        del self._known[name]
+        del self.known[name]
         self._removed.add((name, adapter.digest))
         for worker in self._workers.values():
             worker.refused.discard((name, adapter.digest))
@@ -221,17 +221,21 @@ class Adapters:
                 log.warning(
                     "adapter %s: %s; it is unloaded there when the worker reports it again", name, result.message
                 )
-            else:
-                worker.loaded.pop(name, None)
+            worker.loaded.pop(name, None)
         log.info("adapter %s is unloaded", name)
         return True
 
+    def count(self, infos: Iterable[inference_pb2.WorkerInfo]) -> None:
+        """Add the numbers of resident adapters and of swaps to what operators see of workers."""
+        for info in infos:
+            info.adapters_resident, info.adapter_swaps = self._step_loop.core.adapters.counts(info.worker_id)
+
     def describe(self, model: str) -> list[inference_pb2.Adapter]:
         """All adapters by name."""
-        return [self._describe(name, model) for name in sorted(self._known)]
+        return [self._describe(name, model) for name in sorted(self.known)]
 
     def _describe(self, name: str, model: str) -> inference_pb2.Adapter:
-        adapter = self._known[name]
+        adapter = self.known[name]
         having = [w for w in self._workers.values() if name in w.loaded and w.loaded[name].digest == adapter.digest]
         return inference_pb2.Adapter(
             name=name,

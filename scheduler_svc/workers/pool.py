@@ -253,7 +253,8 @@ class WorkerPool:
             worker.link.record_alive()
             if request.is_stuck:
                 worker.link.close("its running step hangs")
-            if self.adapters.on_heartbeat(worker.link, worker.adapters):
+            has_adapters = worker.adapters or self.adapters.known
+            if has_adapters and self.adapters.on_heartbeat(worker.link, worker.adapters):
                 self._changed()
         if request.state == READY and worker.lease_task is None and not request.is_stuck:
             self._start_lease(worker, request)
@@ -484,7 +485,9 @@ class WorkerPool:
     def describe(self, stats: SchedulerStats) -> list[inference_pb2.WorkerInfo]:
         """All workers, including workers that are loading or were recently lost."""
         occupancy = {worker.worker_id: worker for worker in stats.workers}
-        return [_describe(worker, occupancy.get(worker.worker_id)) for worker in self._known()]
+        infos = [_describe(worker, occupancy.get(worker.worker_id)) for worker in self._known()]
+        self.adapters.count(infos)
+        return infos
 
 
 async def _next(stream: AsyncIterator[scheduler_pb2.RegisterRequest]) -> scheduler_pb2.RegisterRequest | None:
@@ -524,6 +527,5 @@ def _describe(worker: WorkerRecord, occupancy: WorkerStats | None) -> inference_
         info.rows_used, info.rows_total = occupancy.rows_used, occupancy.rows_total
         info.blocks_free, info.blocks_cached = occupancy.blocks_free, occupancy.blocks_cached
         info.blocks_used = occupancy.blocks_used
-        info.adapters_loaded, info.adapters_resident = len(worker.adapters), occupancy.adapters_resident
-        info.adapter_swaps = occupancy.adapter_swaps
+        info.adapters_loaded = len(worker.adapters)
     return info

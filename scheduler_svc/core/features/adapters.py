@@ -239,6 +239,12 @@ class AdapterSwaps:
         worker = self._workers.get(worker_id)
         return worker is not None and worker.part(ResidentAdapters).slots.is_resident(adapter)
 
+    def counts(self, worker_id: str) -> tuple[int, int]:
+        """The number of resident adapters of a worker, and of its swaps."""
+        worker = self._workers.get(worker_id)
+        slots = None if worker is None else worker.part(ResidentAdapters).slots
+        return (0, 0) if slots is None else (slots.num_resident, slots.num_swaps)
+
     def num_requests_with(self, adapter: bytes) -> int:
         """Number of open requests that use an adapter."""
         return sum(adapter_of(group) == adapter for group in self._groups.values())

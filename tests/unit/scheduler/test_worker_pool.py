@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 import grpc
 import pytest
@@ -14,7 +16,8 @@ from quire.v1 import types_pb2
 
 from scheduler_svc.workers import pool as worker_pool
 from scheduler_svc.workers import wire as worker_wire
-from svc_common.errors import InvalidRequestError
+from scheduler_svc.workers.adapters import Adapters
+from svc_common.errors import InvalidRequestError, UnavailableError
 from tests.unit.scheduler import toy_worker
 from tests.unit.scheduler.conftest import MakeStack, Stack
 from tests.unit.scheduler.fakes import until
@@ -754,3 +757,16 @@ async def test_a_list_of_blocks_without_end_is_refused(
     await stack.worker()
     await until(lambda: "an empty or undecodable message, or more than the 64 blocks of the pool" in caplog.text)
     assert stack.parts.pool.num_ready == 0
+
+
+async def test_an_adapter_whose_unload_failed_is_unloaded_when_the_worker_reports_it() -> None:
+    loop, adapter = MagicMock(), worker_pb2.WorkerAdapter(name="a", digest=b"d")
+    loop.core.adapters.num_requests_with.return_value = 0
+    unload = AsyncMock(side_effect=[UnavailableError("the worker does not answer"), True])
+    link: Any = SimpleNamespace(worker_id="w0", adapters=SimpleNamespace(unload=unload))
+    adapters = Adapters(loop)
+    adapters.join(link, [adapter])
+    assert await adapters.remove("a")
+    adapters.on_heartbeat(link, [adapter])
+    await until(lambda: unload.await_count == 2)
+    assert not adapters.known
