@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from gateway_svc.answer.request_meter import GatewayMetrics, ModelTimes
-from gateway_svc.operators.audit.audit_log import AuditLog
+from gateway_svc.operators.audit import AuditLog
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from prefix_index.reader import RedisPrefixReader

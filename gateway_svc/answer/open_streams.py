@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from quire.internal.v1 import inputs_pb2
 
 from gateway_svc.answer.request_meter import GatewayMetrics, RequestMeter
-from gateway_svc.callers.caller import scoped
-from gateway_svc.operators.audit.entry import record_generation
+from gateway_svc.callers.caller import record_generation, scoped
 from gateway_svc.request.threads import RETRY_FULL_S
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from svc_common.errors import AlreadyExistsError, OverloadedError, ServiceError, TakenOverError, UnavailableError

@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway_svc.answer.request_meter import http_request_id
 from gateway_svc.callers.authenticator import Authenticator
-from gateway_svc.callers.caller import current_caller
+from gateway_svc.callers.caller import CANCELLED, OK, annotate, current_caller
 from gateway_svc.http.errors import (
     BodyTooLargeError,
     MethodNotAllowedError,
@@ -27,8 +27,7 @@ from gateway_svc.http.errors import (
 )
 from gateway_svc.http.json_text import encode
 from gateway_svc.http.origins import SitePolicy
-from gateway_svc.operators.audit.audit_log import AuditLog
-from gateway_svc.operators.audit.entry import CANCELLED, OK, annotate
+from gateway_svc.operators.audit import AuditLog
 from gateway_svc.operators.operator_port import NoOperators
 from gateway_svc.request.validation import REQUEST_ID
 from svc_common.calls import ANYONE, RpcStats

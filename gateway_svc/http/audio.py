@@ -21,10 +21,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from gateway_svc.callers.caller import record_request_id
 from gateway_svc.http.fields import invalid
 from gateway_svc.http.openai.answers import sse
 from gateway_svc.http.replies import EventStream, ignored_headers, json_reply
-from gateway_svc.operators.audit.entry import record_request_id
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.request.threads import Lane
 from svc_common.errors import ServiceError

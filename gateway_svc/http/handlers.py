@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway_svc.callers.caller import record_request_id
 from gateway_svc.http import openapi
 from gateway_svc.http.audio import AudioHandlers
 from gateway_svc.http.json_text import encode
@@ -31,9 +32,8 @@ from gateway_svc.http.responses.handlers import ResponsesHandlers
 from gateway_svc.http.rollouts import RolloutHandlers
 from gateway_svc.http.status import StatusHandlers
 from gateway_svc.operators.admin import AdminServicer
-from gateway_svc.operators.audit.entry import record_request_id
 from gateway_svc.operators.rollouts import RolloutServicer
-from gateway_svc.request.prompts.images import has_images
+from gateway_svc.request.prompts.reader import has_images
 from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.servicer import InferenceServicer

@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway_svc.callers.caller import annotate
 from gateway_svc.http.app import IGNORED_HEADER
 from gateway_svc.http.json_text import encode
 from gateway_svc.http.merge import Numbered
 from gateway_svc.http.openai.bodies import ignored_header
-from gateway_svc.operators.audit.entry import annotate
 from request_fields.fields import BY_PATH
 from svc_common.errors import ServiceError, shown_error
 

@@ -13,8 +13,8 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 from quire.v1.inference_pb2_grpc import AdminServiceServicer
 
+from gateway_svc.callers.caller import record_target
 from gateway_svc.operators import scheduler_calls
-from gateway_svc.operators.audit.entry import record_target
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from svc_common.errors import InvalidRequestError, NotFoundError

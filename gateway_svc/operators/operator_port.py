@@ -22,7 +22,7 @@ from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.flags import identifies_callers
 from gateway_svc.operators.admin import AdminServicer
-from gateway_svc.operators.audit.audit_log import AuditLog
+from gateway_svc.operators.audit import AuditLog
 from gateway_svc.operators.rollouts import RolloutServicer
 from svc_common import config
 from svc_common.config import OFF, Flag, FlagGroup, address_or_off, path, switch

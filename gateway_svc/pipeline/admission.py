@@ -8,9 +8,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.callers.caller import current_caller, tenant_salt
+from gateway_svc.callers.caller import annotate, current_caller, tenant_salt
 from gateway_svc.limits.key_limits import KeyLimits
-from gateway_svc.operators.audit.entry import annotate
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.validation import DEFAULT_LIMITS, RequestLimits
 from gateway_svc.schedulers.directory import ModelDirectory

@@ -16,8 +16,7 @@ from gateway_svc.answer.request_traces import GenerationTraces, RequestTrace
 from gateway_svc.answer.resuming import Resumed, no_record, record_of, recorded
 from gateway_svc.answer.session import SessionBase
 from gateway_svc.answer.stream import GenerationStream
-from gateway_svc.callers.caller import scoped
-from gateway_svc.operators.audit.entry import annotate, record_request_id
+from gateway_svc.callers.caller import annotate, record_request_id, scoped
 from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.pipeline.sessions import Sessions
 from gateway_svc.records.recorder import OutputRecorder, Recording

@@ -23,8 +23,7 @@ from gateway_svc.answer.session import (
     join_prompts,
     rewound,
 )
-from gateway_svc.callers.caller import current_caller, scoped
-from gateway_svc.operators.audit.entry import record_target
+from gateway_svc.callers.caller import current_caller, record_target, scoped
 from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.records.store import LEASE_S, RecordStore, StoredRecord
 from gateway_svc.request.field_errors import invalid

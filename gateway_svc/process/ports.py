@@ -20,7 +20,7 @@ from gateway_svc.callers.flags import make_authenticator
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.metrics import SPECS, GatewayReader, specs_for_picker
 from gateway_svc.operators.admin import AdminServicer
-from gateway_svc.operators.audit.audit_log import AuditLog
+from gateway_svc.operators.audit import AuditLog
 from gateway_svc.operators.console_state import ConsoleState
 from gateway_svc.operators.operator_port import add_admin_service, operators_of, operators_over_http
 from gateway_svc.operators.rollouts import RolloutServicer

@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway_svc.callers.caller import record_request_id
 from gateway_svc.http.errors import message_error
 from gateway_svc.http.merge import merged
 from gateway_svc.http.messages.bodies import MessagesBody, count_request, messages_request
 from gateway_svc.http.messages.events import BlockBuilder
 from gateway_svc.http.openai.answers import named_event
 from gateway_svc.http.replies import EventStream, Read, encoded_events, ignored_headers, json_reply, mark_conversation
-from gateway_svc.operators.audit.entry import record_request_id
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.schedulers.directory import ModelDirectory
 from svc_common.errors import ServiceError

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway_svc.answer.resuming import Resumed
-from gateway_svc.callers.caller import scoped
+from gateway_svc.callers.caller import CANCELLED, OK, forked, record_request_id, scoped
 from gateway_svc.http.fields import invalid
 from gateway_svc.http.json_text import encode
 from gateway_svc.http.openai.answers import named_event
@@ -28,7 +28,6 @@ from gateway_svc.http.responses.bodies import ResponseBody, response_request
 from gateway_svc.http.responses.events import Event, Json, events_of
 from gateway_svc.http.responses.items import messages_of, with_ids
 from gateway_svc.http.responses.runs import ResponseRun, Source
-from gateway_svc.operators.audit.entry import CANCELLED, OK, forked, record_request_id
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.records.store import StoredRecord, Update
 from gateway_svc.request.validation import REQUEST_ID

@@ -14,7 +14,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.authenticator import Authenticator
-from gateway_svc.operators.audit.audit_log import AuditLog, AuditLogError
+from gateway_svc.operators.audit import AuditLog, AuditLogError
 from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.redis_fields import RedisFields
 from gateway_svc.records.store import RecordStore

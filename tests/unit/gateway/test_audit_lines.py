@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway_svc.operators.audit import line_writer
-from gateway_svc.operators.audit.line_writer import LineWriter
+from gateway_svc.operators import audit
+from gateway_svc.operators.audit import LineWriter
 
 NO_SPACE = OSError(28, "No space left on device")
 
@@ -103,7 +103,7 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path, room: int, caplog: py
 
 
 def test_lines_above_the_limit_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_writer, "MAX_WAITING", 10)
+    monkeypatch.setattr(audit, "MAX_WAITING", 10)
     disk, path = Disk(0), tmp_path / "audit.jsonl"
     writer = LineWriter(str(path), disk.write, retry_s=0.01)
     put(writer, 0, size=5000)  # larger than a write, so it is encoded alone

@@ -1,5 +1,6 @@
-"""Appends lines to a file from a thread, so that a slow or full disk does not delay requests.
+"""The audit log of a gateway process: begins entries for calls over gRPC and HTTP, and writes their lines.
 
+They are written by a thread, so that a slow or full disk does not delay requests:
 rotation     before each write, the file is opened again if its path names another file
 disk full    lines wait in memory and are written later; above a limit they are dropped and counted
 processes    several may append to one file: a write has whole lines, at most 4096 bytes
@@ -12,12 +13,22 @@ import json
 import logging
 import os
 import threading
+import urllib.parse
 from collections import deque
 from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any
+
+import grpc
+
+from gateway_svc.callers.caller import CANCELLED, OK, Entry, current_caller, current_entry
+from svc_common.calls import PROBES
+from svc_common.config import SettingError
 
 log = logging.getLogger(__name__)
 
+CLOSE_TIMEOUT_S = 5.0
 MAX_WAITING = 65_536  # lines, up to 60 MB
 MAX_WRITE_BYTES = 4096  # a pipe accepts this many bytes at once or not at all
 BATCH_S = 0.05
@@ -26,6 +37,74 @@ STDOUT = "-"
 MODE = 0o600
 
 Line = Callable[[], dict[str, Any]]  # makes the content on the writer's thread
+
+
+class AuditLogError(SettingError):
+    """The file of --audit-log cannot be opened."""
+
+
+class AuditLog:
+    """Writes a line per request to a file, or to stdout for `-`. Raises AuditLogError."""
+
+    def __init__(self, path: str, gateway_id: str) -> None:
+        self._gateway_id = gateway_id
+        try:
+            self._lines = LineWriter(path)
+        except OSError as error:
+            raise AuditLogError(f"--audit-log {path}: {error.strerror or error}") from None
+
+    @property
+    def num_lost(self) -> int:
+        """Lines that were dropped because the file could not be written for long."""
+        return self._lines.num_lost
+
+    def begin(self, method: str, peer: str) -> Entry:
+        """The entry of a call, also as `current_entry`. The caller ends it."""
+        entry = Entry(method, peer, self._write, caller=current_caller.get())
+        current_entry.set(entry)
+        return entry
+
+    def on_call(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Begin the entry of a call over gRPC, which ends with the call. Probes have no line."""
+        if not method.startswith(PROBES):
+            entry = self.begin(method, urllib.parse.unquote(context.peer().partition(":")[2]))
+            context.add_done_callback(partial(_end_call, entry))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self._lines.close(CLOSE_TIMEOUT_S)
+
+    def _write(self, entry: Entry) -> None:
+        self._lines.put(lambda: {"gateway": self._gateway_id, **_facts(entry)})
+
+
+def _end_call(entry: Entry, context: Any) -> None:
+    """A call that is not done was cancelled by the client, or by its deadline."""
+    code = context.code()
+    entry.end(CANCELLED if not context.done() else OK if code is None else code.name)
+
+
+def _facts(entry: Entry) -> dict[str, Any]:
+    """The content of the line. Called on the writer's thread, after the end."""
+    began = datetime.fromtimestamp(entry.began_at, UTC).isoformat(timespec="milliseconds")
+    facts: dict[str, Any] = {
+        "time": began.replace("+00:00", "Z"),
+        "method": entry.method,
+        "peer": entry.peer,
+        "owner": entry.caller.owner,
+        "credential": entry.caller.credential,
+        "request_id": entry.request_id,
+        "model": entry.model,
+        "prompt_tokens": entry.num_prompt_tokens,
+        "output_tokens": entry.num_output_tokens,
+        "cached_tokens": entry.num_cached_tokens,
+        "processor_s": round(entry.processor_s, 6),
+        "block_s": round(entry.block_s, 6),
+        "code": entry.code,
+        "finish_reason": entry.finish_reason,
+        "duration_s": round(entry.duration_s, 4),
+    }
+    optional = {"http_status": entry.http_status, "http_request_id": entry.http_request_id, "target": entry.target}
+    return facts | {name: value for name, value in optional.items() if value}
 
 
 class LineWriter:
