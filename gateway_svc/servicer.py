@@ -18,8 +18,7 @@ from quire.v1.session_pb2_grpc import SessionServiceServicer
 from gateway_svc.answer.open_streams import OpenStreams
 from gateway_svc.answer.receipts import ReceiptSigner
 from gateway_svc.answer.request_traces import GenerationTraces
-from gateway_svc.callers.caller import scoped
-from gateway_svc.operators.audit.entry import annotate, record_target
+from gateway_svc.callers.caller import annotate, record_target, scoped
 from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.pipeline.pooling import PoolingPipeline

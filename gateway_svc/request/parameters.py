@@ -1,4 +1,4 @@
-"""Sampling and stop parameters of a request with all defaults, checked against the model.
+"""Sampling and stop parameters of a request with all defaults, checked against its model, and the output that it has.
 
 Clients repeat their parameters, so results are kept with the model: a request with the same parameters needs no further
 check of them.
@@ -6,9 +6,11 @@ check of them.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
@@ -21,6 +23,7 @@ from request_fields.grammar import Grammar
 
 MAX_KEPT = 256  # results per model
 MAX_KEPT_BYTES = 1024  # parameters larger than this are checked each time
+NO_OUTPUT = array("I")  # never changed: journals copy the output that they begin with
 BEAM_RESERVE = 4  # a fourth of the rows of a worker stays free for others: a beam search needs its rows all at once
 
 
@@ -40,6 +43,48 @@ class SamplingPlan:
         params.CopyFrom(self.params)
         params.seed = seed
         return SamplingPlan(params, self.bad_words_ids, self.stop, self.condition, self.beams)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The state of a request that continues from its record."""
+
+    sent: tuple[int, ...]  # [n] number of output tokens that the client has
+    ends: tuple[scheduler_pb2.SampleFinished | None, ...]  # [n] how samples ended whose output is complete
+
+
+@dataclass(frozen=True, slots=True)
+class BestOf:
+    """More samples are computed than sent. A continuation says nothing about the others, so all are computed again."""
+
+    num_computed: int  # samples that a scheduler computes
+    known: tuple[array[int], ...]  # [n] output of the best samples that the client has
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePlan:
+    """The state in which a request starts. A new request has no output."""
+
+    outputs: tuple[array[int], ...]  # [n] output ids that are not computed again
+    finished: tuple[bool, ...]  # [n] whether the client has the end of the sample
+    cumulative_logprobs: tuple[float, ...]  # [n] sums over `outputs`
+    num_prompt_logprobs: int = 0  # prompt tokens whose log probabilities the client has, the first token included
+    replay: Replay | None = None  # None: the client has all of `outputs`
+    best_of: BestOf | None = None  # None: all computed samples are sent
+
+    @property
+    def computed(self) -> tuple[Sequence[array[int]], Sequence[bool]]:
+        """Per sample that a scheduler computes: its output so far, and whether it has ended."""
+        if self.best_of is None:
+            return self.outputs, self.finished
+        num = self.best_of.num_computed
+        return [array("I") for _ in range(num)], [all(self.finished)] * num
+
+
+def new_request(sampling: SamplingPlan) -> ResumePlan:
+    """The start of a request of which nothing is known."""
+    n = sampling.params.n
+    return ResumePlan((NO_OUTPUT,) * n, (False,) * n, (0.0,) * n)
 
 
 def sampling_plan(

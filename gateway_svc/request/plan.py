@@ -15,9 +15,9 @@ from gateway_svc.request import encoder
 from gateway_svc.request.encoder import EncoderPlan
 from gateway_svc.request.field_errors import FieldErrors, check_token_ids, invalid
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.parameters import SamplingPlan, sampling_plan
+from gateway_svc.request.parameters import Replay, ResumePlan, SamplingPlan, new_request, sampling_plan
 from gateway_svc.request.prompts.reader import PromptInput
-from gateway_svc.request.resume import Replay, ResumePlan, resume_plan
+from gateway_svc.request.resume import resume_plan
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
 from gateway_svc.request.threads import Lane
 from gateway_svc.request.tools import AnswerPlan, answer_grammar, answer_plan
@@ -142,6 +142,7 @@ def plan_generation(
         max_tokens = encoder.resolve_max_tokens(stop, len(ids), start, model)
         encoder.check_output(request.output)
     sampling = sampling_plan(request, model, max_tokens, grammar, drawn_seed=drawn_seed)
+    continues = request.HasField("continuation") or replay is not None or sampling.params.HasField("best_of")
     encoder_plan = None if start is None else encoder.encoder_plan(len(ids), max_tokens, start, grammar, model)
     return GenerationPlan(
         request_id,
@@ -150,7 +151,7 @@ def plan_generation(
         PromptPlan(array("I", ids), prompt.inputs, cache_salt, encoder_plan),
         sampling,
         _output_plan(request, model, prompt, ids),
-        resume_plan(request, model, sampling, len(ids), replay),
+        resume_plan(request, model, sampling, len(ids), replay) if continues else new_request(sampling),
     )
 
 

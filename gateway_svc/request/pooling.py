@@ -14,7 +14,7 @@ from gateway_svc.request.cost import check_pooled_cost
 from gateway_svc.request.field_errors import FieldErrors, check_token_ids, invalid
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.plan import check_determinism
-from gateway_svc.request.prompts.images import has_images
+from gateway_svc.request.prompts.reader import has_images
 from gateway_svc.request.prompts.readers import TOKEN_READERS, PromptReaders, check_prompt
 from gateway_svc.request.validation import RequestLimits, check_priority, check_request_id
 from gateway_svc.text.bundle import Tokenizer

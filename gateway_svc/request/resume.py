@@ -5,54 +5,15 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.request.field_errors import check_token_ids, invalid
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.parameters import SamplingPlan
+from gateway_svc.request.parameters import NO_OUTPUT, BestOf, Replay, ResumePlan, SamplingPlan
 
 MAX_CONTINUATION_IDS = 1 << 20  # number of output ids of all samples together
-NO_OUTPUT = array("I")  # never changed: journals copy the output that they begin with
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """The state of a request that continues from its record."""
-
-    sent: tuple[int, ...]  # [n] number of output tokens that the client has
-    ends: tuple[scheduler_pb2.SampleFinished | None, ...]  # [n] how samples ended whose output is complete
-
-
-@dataclass(frozen=True, slots=True)
-class BestOf:
-    """More samples are computed than sent. A continuation says nothing about the others, so all are computed again."""
-
-    num_computed: int  # samples that a scheduler computes
-    known: tuple[array[int], ...]  # [n] output of the best samples that the client has
-
-
-@dataclass(frozen=True, slots=True)
-class ResumePlan:
-    """The state in which a request starts. A new request has no output."""
-
-    outputs: tuple[array[int], ...]  # [n] output ids that are not computed again
-    finished: tuple[bool, ...]  # [n] whether the client has the end of the sample
-    cumulative_logprobs: tuple[float, ...]  # [n] sums over `outputs`
-    num_prompt_logprobs: int = 0  # prompt tokens whose log probabilities the client has, the first token included
-    replay: Replay | None = None  # None: the client has all of `outputs`
-    best_of: BestOf | None = None  # None: all computed samples are sent
-
-    @property
-    def computed(self) -> tuple[Sequence[array[int]], Sequence[bool]]:
-        """Per sample that a scheduler computes: its output so far, and whether it has ended."""
-        if self.best_of is None:
-            return self.outputs, self.finished
-        num = self.best_of.num_computed
-        return [array("I") for _ in range(num)], [all(self.finished)] * num
 
 
 def resume_plan(

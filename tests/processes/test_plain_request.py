@@ -89,8 +89,7 @@ async def modules_of(stack: tuple[Path, dict[str, Any]], **options: Any) -> set[
 
 
 def features_in(modules: set[str]) -> set[str]:
-    """Modules of features that a plain request is not known to enter."""
-    return {name for name in modules if FEATURE.search(name)} - set(BUDGET["plain_request"]["features"])
+    return {name for name in modules if FEATURE.search(name)}
 
 
 async def test_a_plain_request_enters_no_feature(stack: tuple[Path, dict[str, Any]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from quire.internal.v1 import inputs_pb2
 from quire.v1 import inference_pb2 as pb
@@ -13,72 +12,29 @@ from gateway_svc.request.field_errors import invalid
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.prompts.reader import PromptInput, ReadContext, carried_input
 from gateway_svc.request.sandbox.image_preparer import PreparedImage, RequestImage
-from gateway_svc.request.tools import read_tools
-from gateway_svc.text.bundle import TooManyTokensError
 from prefix_index.content_ids import FIRST_CONTENT_ID, content_ids
 from request_fields.inputs import MAX_INPUT_BYTES
-from svc_common.errors import ContextLengthError, InvalidRequestError
+from svc_common.errors import InvalidRequestError
 
 
-class TokenReader(Protocol):
-    """Reads prompts that consist of tokens."""
-
-    def check(self, prompt: pb.Prompt, field: str) -> None: ...
-    def check_size(self, request: pb.GenerateRequest, model: ServedModel) -> None: ...
-    async def token_ids(
-        self,
-        prompt: pb.Prompt,
-        model: ServedModel,
-        context: ReadContext,
-        *,
-        add_special_tokens: bool = True,
-        most: int | None = None,
-    ) -> PromptInput:
-        """Raises TooManyTokensError for a text with far more than `most` tokens."""
-        ...
-
-
-class ImageReader:
-    """Reads prompts of tokens between which there may be images. The images are prepared in sandbox processes."""
-
-    def __init__(self, tokens: TokenReader) -> None:
-        self.tokens = tokens
-        self.check = tokens.check
-        self.check_size = tokens.check_size
-
-    async def read(
-        self, request: pb.GenerateRequest, model: ServedModel, known_ids: Sequence[int] | None, context: ReadContext
-    ) -> PromptInput:
-        given = images_of(request) if request.media or request.prompt.HasField("chat") else ()
-        if given:
-            context.images.check(given, model)
-        if known_ids is not None:
-            chat = request.prompt.chat
-            prompt = PromptInput(known_ids, tools=await context.lane.run(len(chat.tools_json), read_tools, chat))
-        else:
-            prompt = await self._token_ids(request, model, context)
-            if model.info.HasField("images"):
-                _check_placeholders(prompt.ids, len(given), model)
-        if not given:
-            return prompt
-        images = await context.images.prepare(given, model)
-        put = _with_images if known_ids is None else _with_images_again
-        return await context.lane.run(sum(len(image.data) for image in images), put, prompt, images, model)
-
-    async def _token_ids(self, request: pb.GenerateRequest, model: ServedModel, context: ReadContext) -> PromptInput:
-        is_cut = request.HasField("truncate_prompt_tokens") or model.info.HasField("encoder")
-        most = None if is_cut else model.limits.max_tokens
-        try:
-            adds_special = not request.session_id  # the prompt of its session has them
-            return await self.tokens.token_ids(
-                request.prompt, model, context, add_special_tokens=adds_special, most=most
-            )
-        except TooManyTokensError as error:
-            field = f"prompt.{request.prompt.WhichOneof('kind')}"
-            words = (
-                f"{field} {error}, the limit for prompt and output (max_model_len and the KV pool): shorten the prompt"
-            )
-            raise ContextLengthError(words, field=field, limit=model.limits.max_tokens) from None
+async def with_images(
+    prompt: PromptInput,
+    given: Sequence[RequestImage],
+    model: ServedModel,
+    context: ReadContext,
+    *,
+    is_expanded: bool,
+) -> PromptInput:
+    """The prompt with the positions of its images in place of their placeholders. `is_expanded`: it is that of a
+    record, which has the positions already. The images are prepared in sandbox processes.
+    """
+    if not is_expanded and model.info.HasField("images"):
+        _check_placeholders(prompt.ids, len(given), model)
+    if not given:
+        return prompt
+    images = await context.images.prepare(given, model)
+    put = _with_images_again if is_expanded else _with_images
+    return await context.lane.run(sum(len(image.data) for image in images), put, prompt, images, model)
 
 
 def images_of(request: pb.GenerateRequest) -> list[RequestImage]:
@@ -86,11 +42,6 @@ def images_of(request: pb.GenerateRequest) -> list[RequestImage]:
     if request.media:
         return [RequestImage(data, f"media[{i}]") for i, data in enumerate(request.media)]
     return list(_chat_images(request.prompt.chat))
-
-
-def has_images(chat: pb.Chat) -> bool:
-    """Whether a message of a chat has an image."""
-    return any(part.HasField("image") for message in chat.messages for part in message.parts)
 
 
 def _chat_images(chat: pb.Chat) -> Iterator[RequestImage]:

@@ -68,6 +68,11 @@ class PromptReader(Protocol):
         ...
 
 
+def has_images(chat: pb.Chat) -> bool:
+    """Whether a message of a chat has an image."""
+    return any(part.HasField("image") for message in chat.messages for part in message.parts)
+
+
 def carried_input(
     kind: inputs_pb2.InputKind.ValueType, dtype: str, shape: tuple[int, ...], data: bytes, *, start: int, length: int
 ) -> inputs_pb2.CarriedInput:

@@ -11,18 +11,17 @@ from gateway_svc.request.models import ServedModel
 from gateway_svc.request.prompts.audio import AudioPart, AudioReader, audio_parts
 from gateway_svc.request.prompts.chat import ChatReader
 from gateway_svc.request.prompts.embeddings import EmbeddingsReader
-from gateway_svc.request.prompts.images import ImageReader, has_images
-from gateway_svc.request.prompts.reader import PromptInput, PromptReader, ReadContext
-from gateway_svc.request.prompts.text import MAX_TOKENIZE_BYTES, TextReader, TokensReader
+from gateway_svc.request.prompts.reader import PromptInput, PromptReader, ReadContext, has_images
+from gateway_svc.request.prompts.text import MAX_TOKENIZE_BYTES, TextReader, TokenPromptReader, TokensReader
 from gateway_svc.request.sandbox.audio_decoder import AudioDecoder
 from gateway_svc.request.sandbox.image_preparer import ImageLimits, ImagePreparer
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
 from gateway_svc.request.threads import Threads
 
-TOKEN_READERS: Mapping[str, ImageReader] = {
-    "text": ImageReader(TextReader()),
-    "tokens": ImageReader(TokensReader()),
-    "chat": ImageReader(ChatReader()),
+TOKEN_READERS: Mapping[str, TokenPromptReader] = {
+    "text": TokenPromptReader(TextReader()),
+    "tokens": TokenPromptReader(TokensReader()),
+    "chat": TokenPromptReader(ChatReader()),
 }
 READERS: Mapping[str, PromptReader] = {
     **TOKEN_READERS,

@@ -1,18 +1,80 @@
-"""Prompts of text and of token ids."""
+"""Prompts of text and of token ids, and what generations do with the tokens of all prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.request.field_errors import FieldErrors, invalid
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.prompts.reader import PromptInput, ReadContext
+from gateway_svc.request.prompts.images import images_of, with_images
+from gateway_svc.request.prompts.reader import PromptInput, ReadContext, has_images
+from gateway_svc.request.tools import read_tools
+from gateway_svc.text.bundle import TooManyTokensError
 from svc_common.errors import ContextLengthError, InvalidRequestError
 
 MAX_TOKENIZE_BYTES = 4 << 20
 INLINE_ID_BYTES = 16 << 10  # copying this many bytes of token ids costs no more than using a thread
+
+
+class TokenReader(Protocol):
+    """Reads prompts that consist of tokens."""
+
+    def check(self, prompt: pb.Prompt, field: str) -> None: ...
+    def check_size(self, request: pb.GenerateRequest, model: ServedModel) -> None: ...
+    async def token_ids(
+        self,
+        prompt: pb.Prompt,
+        model: ServedModel,
+        context: ReadContext,
+        *,
+        add_special_tokens: bool = True,
+        most: int | None = None,
+    ) -> PromptInput:
+        """Raises TooManyTokensError for a text with far more than `most` tokens."""
+        ...
+
+
+class TokenPromptReader:
+    """Reads the prompts of generations that consist of tokens, between which there may be images."""
+
+    def __init__(self, tokens: TokenReader) -> None:
+        self.tokens = tokens
+        self.check = tokens.check
+        self.check_size = tokens.check_size
+
+    async def read(
+        self, request: pb.GenerateRequest, model: ServedModel, known_ids: Sequence[int] | None, context: ReadContext
+    ) -> PromptInput:
+        chat = request.prompt.chat
+        uses_images = bool(request.media) or model.info.HasField("images") or has_images(chat)
+        images = images_of(request) if uses_images else []
+        if images:
+            context.images.check(images, model)
+        if known_ids is not None:
+            prompt = PromptInput(known_ids, tools=await context.lane.run(len(chat.tools_json), read_tools, chat))
+        else:
+            prompt = await self._token_ids(request, model, context)
+        if uses_images:
+            prompt = await with_images(prompt, images, model, context, is_expanded=known_ids is not None)
+        return prompt
+
+    async def _token_ids(self, request: pb.GenerateRequest, model: ServedModel, context: ReadContext) -> PromptInput:
+        is_cut = request.HasField("truncate_prompt_tokens") or model.info.HasField("encoder")
+        most = None if is_cut else model.limits.max_tokens
+        try:
+            adds_special = not request.session_id  # the prompt of its session has them
+            return await self.tokens.token_ids(
+                request.prompt, model, context, add_special_tokens=adds_special, most=most
+            )
+        except TooManyTokensError as error:
+            field = f"prompt.{request.prompt.WhichOneof('kind')}"
+            words = (
+                f"{field} {error}, the limit for prompt and output (max_model_len and the KV pool): shorten the prompt"
+            )
+            raise ContextLengthError(words, field=field, limit=model.limits.max_tokens) from None
 
 
 class TextReader:

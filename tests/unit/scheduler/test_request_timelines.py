@@ -11,12 +11,12 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from quire.internal.v1 import worker_pb2
-from step_protocol.types import RowError, RowErrorCode
 
 from scheduler_svc.core.messages import Finished, RowAssignment
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceData, SequenceGroup, SequenceStatus
 from scheduler_svc.history import MAX_ENDED, MAX_STAGES, RequestTimelines
 from step_protocol.messages import StepBatch
+from step_protocol.types import RowError, RowErrorCode
 from svc_common.observe.otlp import Tracer
 from tests.builders import make_group
 from worker_svc.steps.row_traces import RowTraces
