@@ -202,13 +202,6 @@ async def many_messages(port: Port, size: Size) -> None:
         await connection.call(first_call(port)[0], frame_message(b"") * size.frames, insider(port), within_s=10.0)
 
 
-# Beside these on the loopback interface, good streams may pause: gRPC's poller reads one connection until it is empty
-# (docs/threat-model.md).
-FLOODS = (
-    rapid_reset, continuation_flood, empty_continuation_flood, settings_flood, large_settings_flood, unknown_flood,
-    ping_flood, window_update_flood, priority_flood, empty_data_flood,
-)  # fmt: skip
-
 # -- headers ---------------------------------------------------------------------------------------------------------
 
 
@@ -222,6 +215,14 @@ async def huge_headers(port: Port, size: Size) -> None:
         frames = [frame(HEADERS, END_STREAM, 1, pieces[0])] + [frame(CONTINUATION, 0, 1, p) for p in pieces[1:]]
         frames[-1] = frames[-1][:4] + bytes([frames[-1][4] | END_HEADERS]) + frames[-1][5:]
         await _flood(port, frames)
+
+
+# Beside these on the loopback interface, good streams may pause and memory may grow: gRPC's poller reads one connection
+# until it is empty. A proxy in front stops them (docs/threat-model.md).
+FLOODS = (
+    rapid_reset, continuation_flood, empty_continuation_flood, settings_flood, large_settings_flood, unknown_flood,
+    ping_flood, window_update_flood, priority_flood, empty_data_flood, huge_headers,
+)  # fmt: skip
 
 
 # -- malformed frames ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import sys
 import tempfile
@@ -51,7 +52,8 @@ async def attack(target: Target, args: argparse.Namespace) -> int:
     await (await target.connect()).close()  # every worker is leased
     async with streams_apart(target) as streams:
         os.nice(ATTACKER_NICENESS)
-        suite = Suite(target, streams, kept_mib=KEPT_MIB, peak_mib=PEAK_MIB, pause_s=PAUSE_S, pausing=FLOODS)
+        suite = Suite(target, streams, kept_mib=KEPT_MIB, peak_mib=PEAK_MIB, pause_s=PAUSE_S)
+        floods = Suite(target, streams, kept_mib=math.inf, peak_mib=math.inf, pause_s=math.inf, stall_s=math.inf)
         rest = await suite.rest(REST_S)
         print(f"8 good streams without an attack: {rest:.0f} tokens/s", flush=True)
         ports = one_of_each(target)
@@ -63,14 +65,16 @@ async def attack(target: Target, args: argparse.Namespace) -> int:
         for found, places in all_attacks(ports).items():
             for port in places:
                 callers = [as_stranger(port), port] if port.credentials else [port]
+                used = floods if found in FLOODS else suite
                 for caller in callers if args.only in found.__name__ else []:
-                    await suite.launch(found, [caller], size)
-                    _report(suite.rows[-1], rest, "with credentials" if caller.credentials else "")
+                    await used.launch(found, [caller], size)
+                    _report(used.rows[-1], rest, "with credentials" if caller.credentials else "")
         at_end = await suite.rest(REST_S)
     print(f"8 good streams after all attacks: {at_end:.0f} tokens/s; {streams.num_ended} streams", flush=True)
     wrong = streams.wrong()
-    print(f"{len(suite.findings)} findings, {len(wrong)} wrong streams", *wrong[:5], sep="\n")
-    return int(bool(suite.findings or wrong))
+    findings = suite.findings + floods.findings
+    print(f"{len(findings)} findings, {len(wrong)} wrong streams", *wrong[:5], sep="\n")
+    return int(bool(findings or wrong))
 
 
 async def attack_nodes(target: NodeTarget, args: argparse.Namespace) -> int:

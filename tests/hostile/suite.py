@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.hostile.campaigns import Outcomes, mutated_bodies, mutated_calls, str
 from tests.hostile.costly import PREPARE, costly_attacks_on
 from tests.hostile.examples import SKIPPED
 from tests.hostile.target import Port, Target
-from tests.hostile.watch import Finding, Memory, Watch
+from tests.hostile.watch import STALL_S, Finding, Memory, Watch
 
 LANES = 8
 NUM_REQUESTS = 24
@@ -115,9 +115,7 @@ async def good_streams(model_dir: Path, client: AsyncClient) -> AsyncIterator[Go
 
 
 class Suite:
-    """Attacks the ports of a target and keeps the figures. A longer pause of a good stream than `pause_s` is a finding,
-    except during `pausing` attacks.
-    """
+    """Attacks the ports of a target and keeps the figures. A pause of a good stream beyond `pause_s` is a finding."""
 
     def __init__(
         self,
@@ -127,13 +125,12 @@ class Suite:
         kept_mib: float,
         peak_mib: float,
         pause_s: float,
-        pausing: Collection[Attack] = (),
+        stall_s: float = STALL_S,
     ) -> None:
         self._target = target
         self._streams = streams
         self._pause_s = pause_s
-        self._pausing = {attack.__name__ for attack in pausing}
-        self._bounds = {"kept_mib": kept_mib, "peak_mib": peak_mib}
+        self._bounds = {"kept_mib": kept_mib, "peak_mib": peak_mib, "stall_s": stall_s}
         self.rows: list[Row] = []
 
     @property
@@ -175,7 +172,7 @@ class Suite:
             watch.memory,
             watch.findings,
         )
-        if row.pause_s > self._pause_s and attack not in self._pausing:
+        if row.pause_s > self._pause_s:
             row.findings.append(Finding(attack, place, f"a good stream paused for {row.pause_s:.1f} s"))
         for port, outcomes in zip(ports, results, strict=True):
             if isinstance(outcomes, Outcomes):

@@ -23,7 +23,7 @@ BUG_WORDS = (
     "was never retrieved",
     "was destroyed but it is pending",
 )
-PROBE_DEADLINE_S = 15.0
+PROBE_DEADLINE_S = 30.0
 STALL_S = 10.0  # a probe during an attack that takes longer is a weakness
 SETTLE_DEADLINE_S = 20.0
 POLL_S = 0.2
