@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
 from worker_svc.engine.cpu import backend as cpu_backend
 from worker_svc.engine.kernels.build import load_kernels, load_kernels_built_with
 from worker_svc.engine.kernels.machine import instruction_sets
-
-# Waiting threads sleep: on a busy machine a spinning thread takes the core that another thread needs.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from worker_svc.engine.kernels.paths import available_paths, chosen_path
 
 
 @pytest.fixture
@@ -41,9 +38,8 @@ BUILDS = {
     "avx2": (("-mavx2", "-mfma", "-O1"), ("avx2", "fma")),
     "generic": (("-Og",), ()),
 }
-HAS_AVX512 = "avx512f" in instruction_sets()  # without it, "native" has the instructions of "avx2"
-# Builds of single tests.
-MORE_BUILDS = {"avx_vnni": (("-mavx2", "-mfma", "-mavxvnni", "-Og"), ("avx2", "fma", "avx_vnni"))}
+# The build for the path of this processor is left out: "native" has the same instructions.
+SAME_AS_NATIVE = (chosen_path() or available_paths()[0]).name.replace("_", "")
 
 
 @pytest.fixture(scope="session")
@@ -51,9 +47,7 @@ def kernel_builds():
     """A function that compiles the kernels of a build by name, and skips the test if this processor cannot run them."""
 
     def load(name):
-        if name == "avx2" and not HAS_AVX512:
-            name = "native"
-        flags, needed = (BUILDS | MORE_BUILDS)[name]
+        flags, needed = BUILDS["native" if name == SAME_AS_NATIVE else name]
         if missing := set(needed) - instruction_sets():
             pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
         return load_kernels_built_with(*flags) if flags else load_kernels()
@@ -61,7 +55,7 @@ def kernel_builds():
     return load
 
 
-@pytest.fixture(params=[name for name in BUILDS if name != "avx2" or HAS_AVX512])
+@pytest.fixture(params=[name for name in BUILDS if name != SAME_AS_NATIVE])
 def kernel_build(request, kernel_builds, monkeypatch):
     """Makes CPU backends use the kernels of each build in turn. Returns the name of the build."""
     kernels = kernel_builds(request.param)

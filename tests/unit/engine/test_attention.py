@@ -62,10 +62,10 @@ def attend(backend, shape, chunks, block_size=16, shared=()):
     values = torch.full((len(order), heads.num_kv_heads, block_size, heads.head_dim), float("nan"), dtype=dtype)
     for table, (sequence, first, _), count in zip(tables, chunks, stored, strict=True):
         first_seen = max(0, first - shape.window + 1) if shape.window is not None and shape.is_causal else 0
-        for position in range(first_seen // block_size * block_size, count):
-            block, offset = int(table[position // block_size]), position % block_size
-            keys[block, :, :, offset] = sequence.k[position]
-            values[block, :, offset] = sequence.v[position]
+        seen = np.arange(first_seen // block_size * block_size, count)
+        blocks, offsets = torch.from_numpy(table[seen // block_size]).long(), torch.from_numpy(seen % block_size)
+        keys[blocks, :, :, offsets] = sequence.k[seen]
+        values[blocks, :, offsets] = sequence.v[seen]
     starts = np.cumsum([0, *(end - first for _, first, end in chunks)]).astype(np.int32)
     context = np.array([first for _, first, _ in chunks], np.int32)
     unused = np.zeros(starts[-1], np.int64)

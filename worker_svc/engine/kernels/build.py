@@ -96,9 +96,9 @@ def _load_first(flag_sets: list[tuple[str, ...]], sources: tuple[Path, ...] | No
     raise KernelBuildError(f"{compiler} could not build the CPU kernels; " + "; ".join(failures))
 
 
-def load_kernels_built_with(*flags: str) -> ctypes.CDLL:
+def load_kernels_built_with(*flags: str, sources: tuple[Path, ...] | None = None) -> ctypes.CDLL:
     """Like `load_kernels`, but with these flags instead of those for this processor. Tests use it."""
-    return _load(_build(_find_compiler(), (*STRICT_FLAGS, *flags)))
+    return _load(_build(_find_compiler(), (*STRICT_FLAGS, *flags), sources))
 
 
 def cache_dir() -> Path:
