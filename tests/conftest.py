@@ -21,8 +21,8 @@ settings.load_profile("same")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Waiting threads sleep, as in workers: a spinning thread takes the core that another one needs, and most of the processor
-# time of small tensors. OpenMP reads this when torch is imported.
+# Waiting threads sleep, as in workers: threads that spin take the cores of others, and most of the processor time of
+# small tensors. OpenMP reads this when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if not Path("/dev/nvidiactl").exists():

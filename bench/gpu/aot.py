@@ -80,12 +80,12 @@ LEFT_OUT = (
     "norm=False", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
     "fp8 exact", "fp8 rows", "fp8 norm 4096", "fp8 linear few", "fp8 linear many", "experts many", "experts fp8 few",
     "int8 rows", "int8 linear many", "int4 linear few", "group 32", "experts count", "experts group", "experts add",
-    "clamped_swiglu", "gated=False", "adapters expand few",
+    "clamped_swiglu", "gated=False", "adapters expand few", "filter=True part=False", "linear 128x64", "linear 64x64",
     "mistral exact", "gemma2 exact", "store mistral", "store gemma2", "without gate", "gemma2 prefill",
-    "mistral decode", "many gated=True group 0", "linear exact group 0", "drafts=False",
+    "mistral decode", "many gated=True group 0", "linear exact group 0", "drafts=False", "linear 16x32",
 )  # fmt: skip
 LEFT_OUT_PAGES = (
-    "prefill page 16", "exact page 16", "decode page 16", "dim 96 decode page 256", "page 64 cap",
+    "prefill page 16", "exact page 16", "decode page 16", "dim 96 decode page 256", "page 64 cap", "page 64 sinks",
 )  # fmt: skip
 
 SHAPES = {"0.6b": HeadShape(16, 8, 128), "8b": HeadShape(32, 8, 128), "0.5b": HeadShape(14, 2, 64)}

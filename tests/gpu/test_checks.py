@@ -82,7 +82,7 @@ def test_correct_kernels_pass(cases, setup):
     check(cases, setup)
 
 
-@pytest.mark.parametrize("determinism", ["exact", "best_effort"])
+@pytest.mark.parametrize("determinism", ["exact", pytest.param("best_effort", marks=pytest.mark.deep)])
 @pytest.mark.parametrize("setup", [EXPERTS, SCORED, GATED, GPT_OSS], ids=["softmax", "scored", "gated", "biased"])
 def test_correct_kernels_of_experts_pass(setup, determinism):
     assert list(experts.expert_cases(setup))

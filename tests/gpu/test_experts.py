@@ -188,18 +188,19 @@ def folder(tmp_path, request):
 
 
 @pytest.mark.parametrize(
-    ("folder", "determinism"),
+    ("folder", "determinism", "kernels"),
     [
-        ("qwen3_moe", "exact"),
-        ("mixtral", "best_effort"),
-        pytest.param("qwen3_moe", "best_effort", marks=pytest.mark.deep),
-        pytest.param("mixtral", "exact", marks=pytest.mark.deep),
-        *((name, "exact") for name in SCORED),
+        ("qwen3_moe", "exact", "triton"),
+        ("mixtral", "best_effort", "triton"),
+        pytest.param("qwen3_moe", "best_effort", "triton", marks=pytest.mark.deep),
+        pytest.param("mixtral", "exact", "triton", marks=pytest.mark.deep),
+        *((name, "exact", "torch") for name in SCORED),
+        *(pytest.param(name, "exact", "triton", marks=pytest.mark.deep) for name in SCORED),
     ],
     indirect=["folder"],
 )
-def test_models_of_experts_match_transformers(folder, determinism):
-    driver = DeviceDriver(load(folder, determinism=determinism))
+def test_models_of_experts_match_transformers(folder, determinism, kernels):
+    driver = DeviceDriver(load(folder, determinism=determinism, kernels=kernels))
     run_mixed(driver)
     check_against(load_reference(folder), driver, [0, 1, 2])
 
