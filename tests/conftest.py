@@ -21,9 +21,10 @@ settings.load_profile("same")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Waiting threads sleep, as in workers: threads that spin take the cores of others, and most of the processor time of
-# small tensors. OpenMP reads this when torch is imported.
+# Threads that spin take the cores of others, and most of the processor time of small tensors. OpenMP reads both
+# variables when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if not Path("/dev/nvidiactl").exists():
     # Triton reads this when it is imported, which another package may do first.

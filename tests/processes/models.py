@@ -17,14 +17,6 @@ VOCAB_SIZE = 512
 MAX_MODEL_LEN = 1024
 EOS_ID = 2
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -49,10 +41,7 @@ SHAPES = (
     Shape("qwen3", 8, 1, 16),  # 8:1, head_dim is not hidden / heads
     Shape("qwen2", 8, 2, 8, is_tied=True),  # 4:1; Qwen2 has biases on q, k and v
     Shape("qwen2", 4, 4, 16),
-    Shape("llama", 8, 2, 16, is_tied=True, extra={"rope_theta": 10_000.0, "rope_scaling": LLAMA3_ROPE}),
-    Shape("llama", 8, 1, 8),
     Shape("mistral", 8, 2, 32, extra={"sliding_window": 90}),
-    Shape("mistral", 4, 4, 16, is_tied=True, extra={"sliding_window": None}),
     Shape(
         "gemma2",
         4,
@@ -61,20 +50,6 @@ SHAPES = (
         is_tied=True,
         extra={"sliding_window": 40, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
     ),
-    Shape(
-        "qwen3_5_text",
-        4,
-        2,
-        24,
-        extra={
-            "linear_num_key_heads": 3,
-            "linear_num_value_heads": 6,
-            "linear_key_head_dim": 10,
-            "linear_value_head_dim": 20,
-            "layer_types": ["linear_attention", "full_attention"],
-        },
-    ),
-    Shape("qwen3_moe", 4, 2, 16, extra={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
 )
 DEFAULT_SHAPE = SHAPES[0]
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from quire_client import AsyncClient, GenerateResult
 from quire_client.errors import InvalidRequest, ModelNotFound, NotConfigured, QuireError
 
@@ -48,7 +47,6 @@ class Model:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("adapters")
     folder = make_checkpoint(root / "model", SHAPES[1])
     references = {"": Reference(folder)}

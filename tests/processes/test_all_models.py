@@ -8,7 +8,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.processes.killed_run import Request, run, run_with_kill
 from tests.processes.models import Reference
@@ -27,7 +26,7 @@ PATIENT_LENGTHS, URGENT_LENGTHS = (60, 33, 97), (300, 5, 90)
 SHARED_PREFIX = 48
 HAVE_GROUPS = ("gemma3", "gemma3_vl", "gpt_oss", "llama4", "olmo3")  # two rows: the pool has cache groups
 QUANTIZED = ("gptq-int4-act-order", "awq", "fp8-block", "compressed-int8-channel", "compressed-int4")
-NOT_DEEP = ("gemma3", "gpt_oss", "nemotron_h", "awq")  # each takes several seconds; test_architectures.py has others
+NOT_DEEP = ("qwen3", "llama", "gemma3", "gpt_oss", "nemotron_h", "awq")  # the tests of the engine have all
 
 
 def make_case(name: str, folder: Path) -> tuple[Path, Path]:
@@ -59,7 +58,6 @@ def mixed_requests() -> list[Request]:
     ],
 )
 async def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     model_dir, reference_dir = make_case(name, tmp_path / "model")
     requests = mixed_requests()
     with Stack(tmp_path) as stack:
@@ -78,5 +76,8 @@ async def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> No
         assert len(tokens) == request.max_tokens
         assert tokens == reference.greedy_after(request.prompt, tokens), f"prompt of {len(request.prompt)} tokens"
     assert status.preemptions >= 1
-    assert sum(result.usage.recomputed_tokens for result in results) > 0
+    usages = [result.usage for result in results]
+    assert sum(usage.recomputed_tokens for usage in usages) > 0
+    computed = sum(usage.prompt_tokens - usage.cached_tokens + usage.output_tokens - 1 for usage in usages)
+    assert status.steps >= computed / BUDGET  # no step exceeds the budget: long prompts are chunked
     assert results[-1].usage.cached_tokens >= BLOCK_SIZE

@@ -11,14 +11,13 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 from quire.v1 import inference_pb2 as pb
 from quire_client import AlreadyExists, AsyncClient, InvalidRequest, ModelNotFound, Overloaded, QuireError
 from quire_client.errors import OPTIONS, error_from_rpc, renamed
 from quire_client.retry import RetryPolicy
 from safetensors.torch import load_file, save_file
 
-from tests.processes.models import MAX_MODEL_LEN, SHAPES, VOCAB_SIZE, make_checkpoint
+from tests.processes.models import MAX_MODEL_LEN, VOCAB_SIZE, make_checkpoint
 from tests.processes.stack import Service, Stack, is_ready, wait_idle
 
 BLOCK_SIZE = 16
@@ -35,7 +34,6 @@ GENERATE = "/quire.v1.InferenceService/Generate"
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return make_checkpoint(tmp_path_factory.mktemp("bad_input") / "model")
 
 
@@ -330,12 +328,12 @@ def test_a_broken_checkpoint_ends_the_worker_with_an_error(model_dir: Path, tmp_
 
 async def test_workers_that_do_not_match_are_refused(client: AsyncClient, running: Running, tmp_path: Path) -> None:
     stack = running.stack
-    other_model = make_checkpoint(tmp_path / "model", SHAPES[2], seed=9)
+    other_weights = make_checkpoint(tmp_path / "model", seed=9)
     mine = running.worker.command[running.worker.command.index("--model") + 1]
     strangers = {
         "block_size": stack.start_worker(running.scheduler, Path(mine), *FLAGS, "--block-size", "32"),
         "max_model_len": stack.start_worker(running.scheduler, Path(mine), *FLAGS, "--max-model-len", "512"),
-        "weights_digest": stack.start_worker(running.scheduler, other_model, *FLAGS, "--model-name", "model"),
+        "weights_digest": stack.start_worker(running.scheduler, other_weights, *FLAGS, "--model-name", "model"),
     }
     for field, worker in strangers.items():
         await wait_for_log(worker, "refuses this worker")

@@ -28,7 +28,6 @@ LONG_SEARCH = {"token_ids": PROMPT, "beam_width": 4, "n": 4, "max_tokens": 400, 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return make_checkpoint(tmp_path_factory.mktemp("model"), max_model_len=2048)
 
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-import torch
 from quire_client import AsyncClient, AsyncGenerateStream, DeadlineExceeded, FinishReason
 
 from tests.processes.models import SHAPES, make_checkpoint
@@ -22,7 +21,6 @@ FEW_STEPS = 10000
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Service]]:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("cancel")
     with Stack(folder) as stack:
         scheduler = stack.start_scheduler()

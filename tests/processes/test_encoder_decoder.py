@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from quire_client import AsyncClient, GenerateResult, InvalidRequest, NotConfigured
 from quire_client.types import SchedulerStatus
 
@@ -105,7 +104,6 @@ def encoder_inputs(port: int) -> int:
     ],
 )
 async def test_outputs_equal_transformers_also_after_preemption_and_a_kill(shape: TextShape, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     model_dir = make_text_checkpoint(tmp_path / "model", shape)
     requests = make_requests(TEXT_SHAPES.index(shape))
     reference = TextReference(model_dir)
@@ -129,7 +127,6 @@ async def test_outputs_equal_transformers_also_after_preemption_and_a_kill(shape
 
 
 async def test_the_encoder_runs_once_for_samples_beams_and_repeated_inputs(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     model_dir = make_text_checkpoint(tmp_path / "model", TEXT_SHAPES[2])
     port = free_port()
     rng = random.Random(5)

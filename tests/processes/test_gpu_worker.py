@@ -43,7 +43,6 @@ async def results(client: AsyncClient) -> dict[str, Any]:
 
 @pytest.mark.deep
 async def test_a_gpu_worker_gives_the_results_of_a_cpu_worker(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     make_answering_reranker(tmp_path / "model")
     found = []
     for backend in ("cpu", "cuda"):

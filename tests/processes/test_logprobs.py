@@ -31,7 +31,6 @@ TOLERANCE = 1e-4
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    torch.set_num_threads(1)
     with Stack(tmp_path) as stack:
         yield stack
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import torch
 from quire_client import AsyncClient
 
 from tests.processes.load import Load
@@ -16,7 +15,6 @@ FLAGS = ("--dtype", "bfloat16", "--num-blocks", "96", "--max-num-seqs", "6", "--
 
 
 async def test_outputs_survive_worker_and_scheduler(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     model_dir = make_checkpoint(tmp_path / "model")
     with Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler()

@@ -51,7 +51,6 @@ class Running:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("processing")
     model_dir = make_checkpoint(folder / "model")
     with Stack(folder) as stack:
@@ -174,7 +173,8 @@ async def test_the_models_default_penalty_is_applied(running: Running, tmp_path:
 
 
 SAMPLED = {
-    "token_ids": PROMPT, "seed": 3, "temperature": 1.0, "n": 2, "max_tokens": 250, "ignore_eos": True,
+    "token_ids": PROMPT, "seed": 3, "temperature": 1.0, "n": 2, "max_tokens": 250, "min_tokens": 150,
+    "stop_token_ids": range(5, 400, 3),
     "repetition_penalty": 1.1, "frequency_penalty": 0.3, "presence_penalty": 0.2, "logit_bias": BIAS,
     "allowed_token_ids": range(3, 400), "banned_token_ids": [4, 9], "bad_words": ["the", "fox"],
     "truncate_prompt_tokens": 15,
@@ -198,6 +198,9 @@ async def test_a_killed_worker_changes_no_token(running: Running) -> None:
         outputs = [sample.token_ids for sample in whole.samples]
         assert outputs[0] != outputs[1]
         assert {token_id for output in outputs for token_id in output} <= set(range(3, 400)) - {4, 9}
+        for output in outputs:  # with so many stop ids, a sample ends soon after min_tokens
+            assert [i for i, id_ in enumerate(output) if id_ in SAMPLED["stop_token_ids"]] == [len(output) - 1]
+            assert 150 < len(output) < 250
         worker = next(service for service in running.stack.services if service.name.startswith("worker"))
         for _ in range(5):  # on a quick machine, a sample may end before its worker does
             moved, worker = await killed_mid_stream(running, client, worker)

@@ -6,8 +6,6 @@ import asyncio
 import time
 from pathlib import Path
 
-import torch
-
 from tests.processes.load import Load
 from tests.processes.models import make_checkpoint
 from tests.processes.redis_server import RedisServer
@@ -24,7 +22,6 @@ async def wait_for_keys(redis: RedisServer) -> None:
 
 
 async def test_redis_may_stop_and_restart_at_any_time(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     model_dir = make_checkpoint(tmp_path / "model")
     with RedisServer(tmp_path) as redis, Stack(tmp_path) as stack:
         scheduler = stack.start_scheduler("--redis", redis.url)
@@ -57,7 +54,6 @@ async def test_redis_may_stop_and_restart_at_any_time(tmp_path: Path) -> None:
 
 
 async def test_a_scheduler_starts_without_its_redis(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     model_dir = make_checkpoint(tmp_path / "model")
     redis = RedisServer(tmp_path)
     with Stack(tmp_path) as stack:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from quire_client import AsyncClient, GenerateResult
 
 from tests.processes.models import VOCAB_SIZE, make_checkpoint
@@ -45,7 +44,6 @@ class Pair:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp(request.param)
     model_dir = make_checkpoint(folder / "model")
     with Stack(folder) as stack:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from quire_client import AsyncClient, FinishReason
 
 from tests.processes.models import VOCAB_SIZE, make_checkpoint
@@ -69,7 +68,6 @@ def make_folders(folder: Path, proposer: str) -> tuple[Path, str]:
     "proposer", ["suffix", *(pytest.param(name, marks=pytest.mark.deep) for name in ("draft", "mtp", "eagle"))]
 )
 async def test_answers_are_those_without_drafts_also_after_a_kill(tmp_path: Path, proposer: str) -> None:
-    torch.set_num_threads(1)
     model_dir, speculate = make_folders(tmp_path, proposer)
     adapter = make_adapter(model_dir, tmp_path / "lora", target_modules=ATTENTION)
     flags = *FLAGS, "--speculate", speculate, "--adapter-dir", str(tmp_path), "--adapter", f"lora={adapter}"

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import openai
 import pytest
-import torch
 from quire_client import AsyncClient, AsyncGenerateStream, Audio, InvalidRequest
 
 from gateway_svc.request.sandbox import audio_process
@@ -41,7 +40,6 @@ TONES = [tone(seed, seconds) for seed, seconds in enumerate((0.05, 0.7, 1.0, 1.5
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return make_speech_checkpoint(tmp_path_factory.mktemp("speech"))
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-import torch
 
 from tests.processes.models import Reference, make_checkpoint
 from tests.processes.stack import ROOT
@@ -61,9 +60,8 @@ def quire(target: str, *arguments: str) -> str:
     return done.stdout
 
 
-# test_architectures.py covers the other architectures: `quire up` does not distinguish them.
+# test_all_models.py covers the other architectures: `quire up` does not distinguish them.
 def test_up_serves_a_folder_and_leaves_no_process(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     model_dir = make_checkpoint(tmp_path / "my-model")
     expected = Reference(model_dir).greedy(PROMPT, 8)
     flags = ("--model", str(model_dir), "--workers", "2", "--dtype", "float32", "--threads", "1")

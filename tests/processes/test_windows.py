@@ -6,7 +6,6 @@ import asyncio
 import random
 from pathlib import Path
 
-import torch
 from quire_client import AsyncClient
 
 from tests.processes.models import SHAPES, VOCAB_SIZE, Reference, make_checkpoint
@@ -33,7 +32,6 @@ async def stream(client: AsyncClient, prompt: list[int], started: asyncio.Event)
 
 
 async def test_a_stream_longer_than_the_pool_equals_transformers(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     model_dir = make_checkpoint(tmp_path / "model", SHAPE)
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (350, 20)]

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from quire_client import AsyncClient, GenerateResult
 
 from tests.processes.models import VOCAB_SIZE, make_checkpoint
@@ -34,7 +33,6 @@ async def steps(stack: Stack, client: AsyncClient, workers: list[Service]) -> li
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    torch.set_num_threads(1)
     with Stack(tmp_path) as stack:
         yield stack
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,12 +46,9 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Any]:
+def model() -> Any:
     """The shipped bfloat16 weights, computed in float32."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield AutoModelForCausalLM.from_pretrained(demo_model_dir(), dtype=torch.float32).eval()
-    torch.set_num_threads(threads)
+    return AutoModelForCausalLM.from_pretrained(demo_model_dir(), dtype=torch.float32).eval()
 
 
 def test_the_folder_is_complete_and_small() -> None:
