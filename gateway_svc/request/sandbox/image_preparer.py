@@ -5,28 +5,20 @@ An encoded image may be hostile to its decoder, and a few bytes may hold million
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.sandbox.frames import parse_frame, to_frame
-from gateway_svc.request.sandbox.pool import SandboxErrors, SandboxPool
-from gateway_svc.request.sandbox.process import SandboxProcess
+from gateway_svc.request.sandbox.pool import Job, SandboxPool, Setup
 from svc_common.errors import InvalidRequestError, UnimplementedError
 
-NUM_PROCESSES = 2
-CPU_S = 10.0
-TIMEOUT_S = 30.0  # longer than CPU_S, because the machine may be busy
-WAIT_TIMEOUT_S = 30.0  # for a free process
-MAX_ANSWER_BYTES = 256 << 20
-PROCESS = "gateway_svc.request.sandbox.image_process"
+JOB = Job("image_process", "prepare images", "send a smaller image", 10.0, 30.0, 30.0, 256 << 20)
 PACKAGES = ("transformers", "PIL", "numpy")
 
 
@@ -60,27 +52,18 @@ class RequestImage:
     field: str
 
 
-class ImagePreparer:
-    """Owns the processes. They start with the first image."""
+class ImagePreparer(SandboxPool):
+    """The processes. They start with the first image."""
 
     def __init__(self, limits: ImageLimits) -> None:
+        super().__init__(JOB.new_process, 2)
         self._limits = limits
-        self._pool = SandboxPool(lambda: SandboxProcess(PROCESS, MAX_ANSWER_BYTES), NUM_PROCESSES)
-
-    @property
-    def pids(self) -> list[int]:
-        """Ids of the processes that run."""
-        return self._pool.pids
 
     async def prepare(self, images: Sequence[RequestImage], model: ServedModel) -> list[PreparedImage]:
         """The images, which are checked, as the model's image processor prepares them. Raises InvalidRequestError, or
         OverloadedError if the processes are busy.
         """
         return [await self._prepare(image, model) for image in images]
-
-    async def close(self) -> None:
-        """End the processes."""
-        await self._pool.close()
 
     def check(self, images: Sequence[RequestImage], model: ServedModel) -> None:
         """The checks that do not decode the images. Raises InvalidRequestError, or UnimplementedError if this gateway
@@ -115,31 +98,18 @@ class ImagePreparer:
             )
 
     async def _prepare(self, image: RequestImage, model: ServedModel) -> PreparedImage:
-        errors = SandboxErrors(
-            partial(_refused, image),
-            busy="all processes that prepare images are busy",
-            slow=f"an image was not prepared within {TIMEOUT_S:g} s",
-            killed="the process that prepares images was killed twice",
-            oversized="becomes too large when it is prepared; send a smaller image",
-            out_of_cpu_time=f"takes more than {CPU_S:g} s of CPU time to prepare; send a smaller image",
-            ended="ended the process that decodes it with status {status}; send another image",
-        )
-        with errors.raised():
-            return await self._pool.run(partial(_ask, image, model, self._limits.max_pixels), WAIT_TIMEOUT_S)
+        key = model.info.bundle_digest.hex()
+        setup = Setup(key, partial(_setup_frame, key, model), "cannot be prepared")
+        content = {"key": key, "max_pixels": self._limits.max_pixels, "cpu_s": JOB.cpu_s}
+        refused = partial(_refused, image)
+        answer = parse_frame(await JOB.ask(self, partial(to_frame, content, image.data), refused, setup))
+        if answer["error"]:
+            raise refused(f"of {len(image.data)} bytes {answer['error']}")
+        return PreparedImage(answer["height"], answer["width"], answer["data"])
 
 
-async def _ask(image: RequestImage, model: ServedModel, max_pixels: int, process: SandboxProcess) -> PreparedImage:
-    key = model.info.bundle_digest.hex()
-    if not process.has_setup(key):
-        frame = to_frame({"key": key, "preprocessor": json.loads(model.text.preprocessor), "cpu_s": CPU_S})
-        if error := await process.set_up(key, frame):
-            raise _refused(image, f"cannot be prepared: {error}")
-    size = len(image.data)
-    frame = await asyncio.to_thread(to_frame, {"key": key, "max_pixels": max_pixels, "cpu_s": CPU_S}, image.data)
-    answer: dict[str, Any] = parse_frame(await process.ask(frame, TIMEOUT_S))
-    if answer["error"]:
-        raise _refused(image, f"of {size} bytes {answer['error']}")
-    return PreparedImage(answer["height"], answer["width"], answer["data"])
+def _setup_frame(key: str, model: ServedModel) -> bytes:
+    return to_frame({"key": key, "preprocessor": json.loads(model.text.preprocessor), "cpu_s": JOB.cpu_s})
 
 
 def _refused(image: RequestImage, words: str) -> InvalidRequestError:

@@ -1,13 +1,13 @@
-"""Several sandbox processes of one kind; each serves one caller at a time."""
+"""Several sandbox processes of one kind; each serves one caller at a time. What they do is a `Job`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from gateway_svc.callers.caller import current_caller
@@ -19,8 +19,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MakeProcess = Callable[[], SandboxProcess]
-
-
 RETRY_S = 1.0
 
 
@@ -28,36 +26,79 @@ class NoFreeProcessError(Exception):
     """All processes stayed busy."""
 
 
+class SlowAnswerError(OverloadedError):
+    """A process was killed because it did not answer in time."""
+
+
+class Setup(NamedTuple):
+    """The message that a process needs before those of a model."""
+
+    key: str
+    frame: Callable[[], bytes]
+    failed: str  # words of the error if it fails
+
+
 @dataclass(frozen=True, slots=True)
-class SandboxErrors:
-    """The errors of a client when a sandbox process does not answer its message."""
+class Job:
+    """What sandbox processes of one kind do: their module, their limits and the words of their errors."""
 
-    refused: Callable[[str], InvalidRequestError]  # the error of the field that the message is about
-    busy: str
-    slow: str
-    killed: str  # by another process
-    oversized: str
-    out_of_cpu_time: str
-    ended: str  # {status}: of the process
+    module: str  # in this folder
+    what: str
+    advice: str  # what the caller of a message that exceeds a limit can do
+    cpu_s: float
+    timeout_s: float  # longer than cpu_s, because the machine may be busy
+    wait_s: float  # for a free process
+    max_answer_bytes: int
 
-    @contextmanager
-    def raised(self) -> Iterator[None]:
-        """Raise the errors of `SandboxPool.run` and `SandboxProcess.ask` as InvalidRequestError or OverloadedError."""
+    def new_process(self) -> SandboxProcess:
+        return SandboxProcess(f"{__package__}.{self.module}", self.max_answer_bytes)
+
+    async def ask(
+        self,
+        pool: SandboxPool,
+        frame: bytes | Callable[[], bytes],
+        refused: Callable[[str], InvalidRequestError],
+        setup: Setup | None = None,
+        *,
+        of: str = "",
+    ) -> bytes:
+        """The answer of a process of the pool to one message. A thread makes a message that is given as a function.
+
+        `refused` makes the error of the field that the message is about. It is raised if the message exceeds a limit or
+        the setup fails, and an OverloadedError if the processes are busy, slow or killed by others.
+        """
         try:
-            yield
+            return await pool.run(partial(self._ask, frame, refused, setup), self.wait_s)
         except NoFreeProcessError:
-            raise _overloaded(self.busy) from None
+            raise _overloaded(f"all processes that {self.what}{of} are busy") from None
         except TimeoutError:
-            raise _overloaded(self.slow) from None
+            words = f"a process did not {self.what}{of} within {self.timeout_s:g} s; retry later"
+            raise SlowAnswerError(words, retry_after_s=RETRY_S) from None
         except OversizedAnswerError:
-            raise self.refused(self.oversized) from None
+            raise refused(f"has a result that is too large; {self.advice}") from None
         except SandboxEndedError as error:
             if error.is_out_of_cpu_time:
-                raise self.refused(self.out_of_cpu_time) from None
+                raise refused(f"takes more than {self.cpu_s:g} s of CPU time; {self.advice}") from None
             if error.is_killed:
-                raise _overloaded(self.killed) from None
+                raise _overloaded(f"processes that {self.what}{of} were killed twice") from None
             log.warning("a sandbox process ended with status %d", error.returncode)
-            raise self.refused(self.ended.format(status=error.returncode)) from None
+            raise refused(
+                f"ended its process with status {error.returncode}, probably by a limit on memory; {self.advice}"
+            ) from None
+
+    async def _ask(
+        self,
+        frame: bytes | Callable[[], bytes],
+        refused: Callable[[str], InvalidRequestError],
+        setup: Setup | None,
+        process: SandboxProcess,
+    ) -> bytes:
+        needed = setup if setup is not None and not process.has_setup(setup.key) else None
+        if needed is not None and (error := await process.set_up(needed.key, needed.frame())):
+            raise refused(f"{needed.failed}: {error}")
+        if not isinstance(frame, bytes):
+            frame = await asyncio.to_thread(frame)
+        return await process.ask(frame, self.timeout_s)
 
 
 def _overloaded(words: str) -> OverloadedError:

@@ -15,30 +15,33 @@ from typing import Any
 from gateway_svc.request.field_errors import CHAT
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.sandbox.frames import to_frame
-from gateway_svc.request.sandbox.pool import SandboxErrors, SandboxPool, Spares
-from gateway_svc.request.sandbox.process import SandboxProcess
+from gateway_svc.request.sandbox.pool import Job, SandboxPool, Setup, Spares
 from gateway_svc.text.bundle import RenderOptions
 from svc_common.errors import InvalidRequestError
 
 NUM_PROCESSES = 2  # processes of each model for generations; one may be busy with a chat that takes long
 NUM_CALL_PROCESSES = 1  # processes of each model for Tokenize calls, which never delay a generation
-CPU_S = 2.0
-TIMEOUT_S = 10.0  # longer than CPU_S, because the machine may be busy
-WAIT_TIMEOUT_S = 10.0  # for a free process
+JOB = Job(
+    "template_process",
+    "render chats",
+    "send a shorter chat, or prompt.text. An operator can replace the template (--chat-template of the gateway)",
+    cpu_s=2.0,
+    timeout_s=10.0,
+    wait_s=10.0,
+    max_answer_bytes=64 << 20,
+)
 # A template may write this many characters, plus a multiple of its input: tokenizing costs time and memory as well.
 MIN_OUTPUT_CHARS = 256 << 10
 OUTPUT_CHARS_PER_BYTE = 16
 MAX_OUTPUT_CHARS = 16 << 20
-MAX_ANSWER_BYTES = 64 << 20
 MAX_POOLS = 32
-PROCESS = "gateway_svc.request.sandbox.template_process"
 
 
 def render_frame(template: str, messages: Sequence[Mapping[str, Any]], options: RenderOptions, size: int) -> bytes:
     """The message that renders a chat of `size` bytes. `template`: its name."""
     max_chars = min(MAX_OUTPUT_CHARS, MIN_OUTPUT_CHARS + OUTPUT_CHARS_PER_BYTE * size)
     content = {"template": template, "messages": messages, "options": options}
-    return to_frame(content | {"cpu_s": CPU_S, "max_chars": max_chars})
+    return to_frame(content | {"cpu_s": JOB.cpu_s, "max_chars": max_chars})
 
 
 def rendered_text(answer: bytes) -> str:
@@ -54,7 +57,7 @@ class TemplateRenderer:
 
     def __init__(self) -> None:
         self._pools: OrderedDict[tuple[bytes, bool], SandboxPool] = OrderedDict()
-        self._spares = Spares(_new_process)
+        self._spares = Spares(JOB.new_process)
 
     def start(self) -> None:
         """Start the spare process."""
@@ -66,17 +69,8 @@ class TemplateRenderer:
         Raises InvalidRequestError, or OverloadedError if the processes of the model are busy.
         """
         pool = await self._pool_of(model, is_call=is_call)
-        errors = SandboxErrors(
-            partial(_refused, model),
-            busy=f"all processes that render chats of model {model.name!r} are busy",
-            slow=f"the chat template of model {model.name!r} did not finish within {TIMEOUT_S:g} s",
-            killed=f"the process that renders chats of model {model.name!r} was killed twice",
-            oversized="writes too much text",
-            out_of_cpu_time=f"takes more than {CPU_S:g} s of CPU time",
-            ended="ended its process with status {status}, probably by a limit on memory",
-        )
-        with errors.raised():
-            return await pool.run(partial(_render, frame, model), WAIT_TIMEOUT_S)
+        setup = Setup(model.info.bundle_digest.hex(), partial(_setup_frame, model), "cannot be used")
+        return await JOB.ask(pool, frame, partial(_refused, model), setup, of=f" of model {model.name!r}")
 
     async def close(self) -> None:
         """End the processes."""
@@ -90,7 +84,7 @@ class TemplateRenderer:
         if pool is None:
             await self._drop_oldest()
             num_processes = NUM_CALL_PROCESSES if is_call else NUM_PROCESSES
-            pool = self._pools[key] = SandboxPool(_new_process, num_processes, self._spares)
+            pool = self._pools[key] = SandboxPool(JOB.new_process, num_processes, self._spares)
         self._pools.move_to_end(key)
         return pool
 
@@ -101,25 +95,10 @@ class TemplateRenderer:
             await self._pools.pop(idle[0]).close()
 
 
-def _new_process() -> SandboxProcess:
-    return SandboxProcess(PROCESS, MAX_ANSWER_BYTES)
-
-
-async def _render(frame: bytes, model: ServedModel, process: SandboxProcess) -> bytes:
-    key = model.info.bundle_digest.hex()
-    if not process.has_setup(key):
-        await process.set_up(key, _setup_frame(model))
-    return await process.ask(frame, TIMEOUT_S)
-
-
 def _setup_frame(model: ServedModel) -> bytes:
     tokenizer = model.require_tokenizer(CHAT)
-    return to_frame({"templates": tokenizer.templates, "special_tokens": model.text.special_tokens, "cpu_s": CPU_S})
+    return to_frame({"templates": tokenizer.templates, "special_tokens": model.text.special_tokens, "cpu_s": JOB.cpu_s})
 
 
 def _refused(model: ServedModel, words: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{CHAT}: the chat template of model {model.name!r} {words}; send a shorter chat, or prompt.text. An operator "
-        "can replace the template (--chat-template of the gateway)",
-        field=CHAT,
-    )
+    return InvalidRequestError(f"{CHAT}: the chat template of model {model.name!r} {words}", field=CHAT)

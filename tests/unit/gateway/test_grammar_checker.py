@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextvars import copy_context
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -152,7 +153,8 @@ async def test_an_exploding_schema_is_refused_in_time_and_delays_no_other(
 async def test_a_grammar_that_needs_too_much_cpu_time_is_not_compiled_again(
     checker: GrammarChecker, model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_checker, "CHECK_TIMEOUT_S", 120.0)  # only the limit on CPU time is left
+    job = replace(grammar_checker.JOB, timeout_s=120.0)  # only the limit on CPU time is left
+    monkeypatch.setattr(grammar_checker, "JOB", job)
     error = await refusal(checker, SP(json_schema=BOMB), model)
     assert "more than 0.3 s of CPU time" in error.message
     assert (await refusal(checker, SP(json_schema=BOMB), model)).message == error.message

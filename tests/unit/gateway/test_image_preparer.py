@@ -6,6 +6,7 @@ import io
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -165,9 +166,9 @@ async def test_a_killed_process_is_replaced(preparer: ImagePreparer) -> None:
 async def test_limits_on_time(preparer: ImagePreparer, monkeypatch: pytest.MonkeyPatch) -> None:
     model, large = image_model(PREPROCESSOR), given(encoded(picture(990, 990), "JPEG", quality=30))
     await preparer.prepare(large, model)
-    monkeypatch.setattr(image_preparer, "CPU_S", 0.001)
+    monkeypatch.setattr(image_preparer, "JOB", replace(image_preparer.JOB, cpu_s=0.001))
     with pytest.raises(InvalidRequestError, match="CPU time"):
         await preparer.prepare(large, model)
-    monkeypatch.setattr(image_preparer, "TIMEOUT_S", 0.0)
-    with pytest.raises(OverloadedError, match="not prepared within 0 s"):
+    monkeypatch.setattr(image_preparer, "JOB", replace(image_preparer.JOB, timeout_s=0.0))
+    with pytest.raises(OverloadedError, match="a process did not prepare images within 0 s"):
         await preparer.prepare(large, model)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,14 @@ def model_with(template: str) -> ServedModel:
     return ServedModel(info, read_bundle(bundle, info.bundle_digest))
 
 
+def limit(monkeypatch: pytest.MonkeyPatch, **limits: float) -> None:
+    job = replace(template_renderer.JOB, **limits)  # type: ignore[arg-type]
+    monkeypatch.setattr(template_renderer, "JOB", job)
+
+
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_renderer, "CPU_S", 0.2)
+    limit(monkeypatch, cpu_s=0.2)
 
 
 @pytest.fixture
@@ -89,13 +95,13 @@ async def test_a_hostile_template_is_the_callers_error(reader: PromptReaders, te
 async def test_a_template_that_never_ends_delays_only_its_own_model(
     reader: PromptReaders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template_renderer, "CPU_S", 60.0)
+    limit(monkeypatch, cpu_s=60.0)
     bad, good = model_with(FOREVER), model_with(GOOD)
     waiting = [asyncio.create_task(reader.token_ids(CHAT, bad)) for _ in range(5)]
     await asyncio.sleep(0)
     assert [await text_of(reader, good) for _ in range(20)] == ["hello"] * 20
     assert not any(task.done() for task in waiting)
-    monkeypatch.setattr(template_renderer, "WAIT_TIMEOUT_S", 0.05)
+    limit(monkeypatch, wait_s=0.05)
     with pytest.raises(OverloadedError, match="all processes that render chats of model 'demo' are busy") as caught:
         await reader.token_ids(CHAT, bad)
     assert caught.value.retry_after_s
@@ -111,9 +117,9 @@ async def test_a_template_that_only_waits_is_stopped(
     model = model_with(GOOD)
     await reader.token_ids(CHAT, model)
     (pid,) = pids(templates)
-    monkeypatch.setattr(template_renderer, "TIMEOUT_S", 0.2)
+    limit(monkeypatch, timeout_s=0.2)
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(OverloadedError, match=r"did not finish within 0\.2 s; retry later"):
+    with pytest.raises(OverloadedError, match=r"did not render chats of model 'demo' within 0\.2 s; retry later"):
         await reader.token_ids(CHAT, model)
     monkeypatch.undo()
     assert await text_of(reader, model) == "hello"
