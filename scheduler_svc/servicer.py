@@ -121,13 +121,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return pb.ReleaseWorkerResponse(num_moved=num_moved)
 
     async def AddAdapter(self, request: pb.AddAdapterRequest, context: Context) -> pb.AddAdapterResponse:
-        return pb.AddAdapterResponse(adapter=await self._parts.pool.add_adapter(request.name, request.path))
+        return pb.AddAdapterResponse(adapter=await self._parts.pool.adapters.add(request.name, request.path))
 
     async def RemoveAdapter(self, request: pb.RemoveAdapterRequest, context: Context) -> pb.RemoveAdapterResponse:
-        return pb.RemoveAdapterResponse(was_loaded=await self._parts.pool.remove_adapter(request.name))
+        return pb.RemoveAdapterResponse(was_loaded=await self._parts.pool.adapters.remove(request.name))
 
     async def GetAdapters(self, request: pb.GetAdaptersRequest, context: Context) -> pb.GetAdaptersResponse:
-        return pb.GetAdaptersResponse(adapters=self._parts.pool.describe_adapters())
+        return pb.GetAdaptersResponse(adapters=self._parts.pool.adapters.describe())
 
     async def ControlRollouts(self, request: pb.ControlRolloutsRequest, context: Context) -> pb.ControlRolloutsResponse:
         return await self._parts.pool.rollouts.control(request)
@@ -158,7 +158,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             history = history_to_proto(step_loop.events, step_loop.timelines.ended, self._to_unix)
             add_totals(history, step_loop.times.refusals, step_loop.core.stats().costs.tenants)
             history.samples = step_loop.samples.to_bytes(time.monotonic())
-            history.adapters.extend(self._parts.pool.describe_adapters())
+            history.adapters.extend(self._parts.pool.adapters.describe())
             return history
         found = step_loop.timelines.find(request.request_id, step_loop.times.first_token_at, time.monotonic())
         return request_to_proto(found, self._to_unix)

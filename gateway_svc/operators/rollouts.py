@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -12,6 +12,7 @@ from quire.v1 import rollouts_pb2 as pb
 from quire.v1.rollouts_pb2_grpc import RolloutServiceServicer
 
 from gateway_svc.callers.caller import record_target
+from gateway_svc.operators.scheduler_calls import ask
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from svc_common.calls import first_of
@@ -22,6 +23,16 @@ Response = internal.ControlRolloutsResponse
 
 CALL_TIMEOUT_S = 3600.0  # deadline of calls that wait for requests to end
 MAX_PIECE_BYTES = 1 << 19
+
+
+def _forwarded(call: str, answer: Callable[[Response], Any]) -> Any:
+    """A method that forwards its request. `answer`: its response, from the first scheduler's."""
+
+    async def forward(self: RolloutServicer, request: Any, context: Context | None = None) -> Any:
+        record_target(getattr(request, "update_id", ""))
+        return answer((await self._call(request.model, internal.ControlRolloutsRequest(**{call: request})))[0])
+
+    return forward
 
 
 class RolloutServicer(RolloutServiceServicer):
@@ -111,14 +122,6 @@ class RolloutServicer(RolloutServiceServicer):
         first.num_workers = sum(one.commit.num_workers for one in responses)
         return first
 
-    async def AbortUpdate(
-        self, request: pb.AbortUpdateRequest, context: Context | None = None
-    ) -> pb.AbortUpdateResponse:
-        """End an update without a change."""
-        record_target(request.update_id)
-        await self._call(request.model, internal.ControlRolloutsRequest(abort=request))
-        return pb.AbortUpdateResponse()
-
     async def GetWeights(self, request: pb.GetWeightsRequest, context: Context | None = None) -> pb.GetWeightsResponse:
         """The weights in use, and the open update."""
         responses = await self._call(request.model, internal.ControlRolloutsRequest(get=request))
@@ -135,27 +138,11 @@ class RolloutServicer(RolloutServiceServicer):
             sample.request_id = sample.request_id.rpartition("/")[2]
         return pb.PauseResponse(samples=samples)
 
-    async def Unpause(self, request: pb.UnpauseRequest, context: Context | None = None) -> pb.UnpauseResponse:
-        """End a pause, or all."""
-        responses = await self._call(request.model, internal.ControlRolloutsRequest(unpause=request))
-        return responses[0].unpause
-
-    async def Sleep(self, request: pb.SleepRequest, context: Context | None = None) -> pb.SleepResponse:
-        """Free memory of all workers."""
-        await self._call(request.model, internal.ControlRolloutsRequest(sleep=request))
-        return pb.SleepResponse()
-
-    async def Wake(self, request: pb.WakeRequest, context: Context | None = None) -> pb.WakeResponse:
-        """Get it back."""
-        await self._call(request.model, internal.ControlRolloutsRequest(wake=request))
-        return pb.WakeResponse()
-
-    async def ResetPrefixCache(
-        self, request: pb.ResetPrefixCacheRequest, context: Context | None = None
-    ) -> pb.ResetPrefixCacheResponse:
-        """Forget all cached prefixes."""
-        await self._call(request.model, internal.ControlRolloutsRequest(reset=request))
-        return pb.ResetPrefixCacheResponse()
+    AbortUpdate = _forwarded("abort", lambda response: pb.AbortUpdateResponse())
+    Unpause = _forwarded("unpause", lambda response: response.unpause)
+    Sleep = _forwarded("sleep", lambda response: pb.SleepResponse())
+    Wake = _forwarded("wake", lambda response: pb.WakeResponse())
+    ResetPrefixCache = _forwarded("reset", lambda response: pb.ResetPrefixCacheResponse())
 
     async def _call(self, model: str, message: internal.ControlRolloutsRequest) -> list[Response]:
         return await self._ask_all(self._directory.schedulers_of(model), message)
@@ -166,10 +153,8 @@ class RolloutServicer(RolloutServiceServicer):
         return list(await asyncio.gather(*(self._ask(client, message) for client in clients)))
 
     async def _ask(self, client: SchedulerClient, message: internal.ControlRolloutsRequest) -> Response:
-        try:
-            return await client.stub.ControlRollouts(message, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise error_of_call(error, "") from None
+        response: Response = await ask(client.stub.ControlRollouts, message, CALL_TIMEOUT_S)
+        return response
 
 
 def _checked(request: pb.PutTensorsRequest) -> pb.PutTensorsRequest:

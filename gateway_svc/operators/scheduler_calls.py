@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 import grpc
 from quire.internal.v1 import scheduler_pb2 as pb
 from quire.v1 import inference_pb2 as public
 
 from gateway_svc.schedulers.scheduler_client import RELEASE_TIMEOUT_S, RETRY_AFTER_S, STATUS_TIMEOUT_S, SchedulerClient
-from svc_common.errors import ServiceError, UnavailableError, error_from_code
+from svc_common.errors import UnavailableError, error_of_call
 from svc_common.observe.inspection import answer_timeout_s
 
 log = logging.getLogger(__name__)
@@ -38,38 +39,39 @@ async def get_history(client: SchedulerClient, request_id: str = "") -> pb.GetHi
         return pb.GetHistoryResponse()
 
 
+async def ask(method: Callable[..., Any], request: Any, timeout_s: float, words: str = "") -> Any:
+    """A unary call. The error of a failed one has `words` before its message."""
+    try:
+        return await method(request, timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise UnavailableError(f"{words}{error.details()}", retry_after_s=RETRY_AFTER_S) from None
+        raise error_of_call(error, words) from None
+
+
 async def inspect(
     client: SchedulerClient, kind: public.InspectKind.ValueType, worker_id: str, seconds: float, hz: int
 ) -> bytes:
     """A profile or a report of the scheduler, or of one of its workers."""
     request = pb.InspectSchedulerRequest(kind=kind, worker_id=worker_id, seconds=seconds, hz=hz)
-    try:
-        response = await client.stub.InspectScheduler(request, timeout=2 * answer_timeout_s(kind, seconds))
-    except grpc.aio.AioRpcError as error:
-        raise error_from_code(error.code().value[0], f"scheduler {client.address}: {error.details()}") from None
-    return response.data
+    timeout_s = 2 * answer_timeout_s(kind, seconds)
+    return bytes((await ask(client.stub.InspectScheduler, request, timeout_s, _words(client))).data)
 
 
 async def add_adapter(client: SchedulerClient, name: str, path: str) -> public.Adapter:
     """Load an adapter on all workers. The next request of this gateway can use it."""
     request = pb.AddAdapterRequest(name=name, path=path)
-    try:
-        adapter = (await client.stub.AddAdapter(request, timeout=ADAPTER_TIMEOUT_S)).adapter
-    except grpc.aio.AioRpcError as error:
-        raise _error(client, error) from None
-    await _announced(client, name, bytes.fromhex(adapter.digest))
-    return adapter
+    response: pb.AddAdapterResponse = await ask(client.stub.AddAdapter, request, ADAPTER_TIMEOUT_S, _words(client))
+    await _announced(client, name, bytes.fromhex(response.adapter.digest))
+    return response.adapter
 
 
 async def remove_adapter(client: SchedulerClient, name: str) -> bool:
     """Unload an adapter from all workers. False if none had it. The next request of this gateway cannot use it."""
     request = pb.RemoveAdapterRequest(name=name)
-    try:
-        was_loaded = (await client.stub.RemoveAdapter(request, timeout=ADAPTER_TIMEOUT_S)).was_loaded
-    except grpc.aio.AioRpcError as error:
-        raise _error(client, error) from None
+    response = await ask(client.stub.RemoveAdapter, request, ADAPTER_TIMEOUT_S, _words(client))
     await _announced(client, name, b"")
-    return was_loaded
+    return bool(response.was_loaded)
 
 
 async def _announced(client: SchedulerClient, name: str, digest: bytes) -> None:
@@ -91,15 +93,8 @@ async def adapters(client: SchedulerClient) -> list[public.Adapter]:
 async def release_worker(client: SchedulerClient, worker_id: str, timeout_s: float) -> int:
     """Drain a worker within `timeout_s` (0: its own limit). Returns its number of sequences."""
     request = pb.ReleaseWorkerRequest(worker_id=worker_id, timeout_s=timeout_s)
-    try:
-        response = await client.stub.ReleaseWorker(request, timeout=RELEASE_TIMEOUT_S)
-    except grpc.aio.AioRpcError as error:
-        raise _error(client, error) from None
-    return response.num_moved
+    return int((await ask(client.stub.ReleaseWorker, request, RELEASE_TIMEOUT_S, _words(client))).num_moved)
 
 
-def _error(client: SchedulerClient, error: grpc.aio.AioRpcError) -> ServiceError:
-    words = f"scheduler {client.address}: {error.details()}"
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return UnavailableError(words, retry_after_s=RETRY_AFTER_S)
-    return error_from_code(error.code().value[0], words)
+def _words(client: SchedulerClient) -> str:
+    return f"scheduler {client.address}: "

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from quire.internal.v1 import worker_pb2
 from quire.v1 import inference_pb2, types_pb2
 
 from scheduler_svc.step_loop import StepLoop
-from scheduler_svc.workers.adapter_calls import AdapterCalls
 from scheduler_svc.workers.agreement import WorkerRefusedError
 from scheduler_svc.workers.leased_worker import LeasedWorker
+from scheduler_svc.workers.worker_calls import WorkerCalls
 from svc_common.errors import InvalidRequestError, NotConfiguredError, ServiceError, UnavailableError
 
 log = logging.getLogger(__name__)
@@ -36,17 +36,21 @@ class LeasedAdapters:
     """The adapters of one leased worker. `refused`: those that it could not load, which are not tried again."""
 
     link: LeasedWorker
-    calls: AdapterCalls
+    calls: WorkerCalls
     loaded: dict[str, worker_pb2.WorkerAdapter] = field(default_factory=dict)
     refused: set[tuple[str, bytes]] = field(default_factory=set)
     syncing: asyncio.Task[None] | None = None
 
 
 class Adapters:
-    """Owns the set of adapters, and brings each worker to it."""
+    """Owns the set of adapters, and brings each worker to it. `model()` is the name of the model; `on_change` is called
+    when operators have changed the set.
+    """
 
-    def __init__(self, step_loop: StepLoop) -> None:
+    def __init__(self, step_loop: StepLoop, model: Callable[[], str], on_change: Callable[[], None]) -> None:
         self._step_loop = step_loop
+        self._model = model
+        self._on_change = on_change
         self.known: dict[str, worker_pb2.WorkerAdapter] = {}  # others only read it
         self._removed: set[tuple[str, bytes]] = set()
         self._workers: dict[str, LeasedAdapters] = {}
@@ -80,10 +84,10 @@ class Adapters:
 
     def join(self, link: LeasedWorker, announced: Iterable[worker_pb2.WorkerAdapter]) -> None:
         """A worker is leased. Call `check` first."""
-        if link.adapters is None:
+        if link.calls is None:
             return
-        worker = self._workers[link.worker_id] = LeasedAdapters(link, link.adapters)
-        link.adapters.on_swapped = lambda digest, is_resident: self._step_loop.adapter_swapped(
+        worker = self._workers[link.worker_id] = LeasedAdapters(link, link.calls)
+        link.calls.on_swapped = lambda digest, is_resident: self._step_loop.adapter_swapped(
             link, digest, is_resident=is_resident
         )
         self._note(worker, announced)
@@ -147,7 +151,7 @@ class Adapters:
         missing, removed = self._difference(worker)
         for name in removed:
             try:
-                await worker.calls.unload(name)
+                await worker.calls.unload_adapter(name)
                 worker.loaded.pop(name, None)
             except ServiceError as error:
                 log.warning("adapter %s: %s", name, error.message)
@@ -158,9 +162,9 @@ class Adapters:
     async def _load_missing(self, worker: LeasedAdapters, adapter: worker_pb2.WorkerAdapter) -> None:
         """Load an adapter of the set on a worker that lacks it. The worker serves without it if that fails."""
         try:
-            found = await worker.calls.load(adapter.name, adapter.path)
+            found = await worker.calls.load_adapter(adapter.name, adapter.path)
             if found.digest != adapter.digest:
-                await worker.calls.unload(adapter.name)
+                await worker.calls.unload_adapter(adapter.name)
                 raise ServiceError(f"its content has digest {found.digest.hex()}, others have {adapter.digest.hex()}")
             worker.loaded[adapter.name] = found
         except ServiceError as error:
@@ -172,11 +176,11 @@ class Adapters:
 
     # -- operators ----------------------------------------------------------------------------------------------------
 
-    async def add(self, name: str, path: str, model: str) -> inference_pb2.Adapter:
+    async def add(self, name: str, path: str) -> inference_pb2.Adapter:
         """Load an adapter on all workers. If it fails on one, it is loaded on none. Raises ServiceError."""
         if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
             raise InvalidRequestError(f"name is {name!r}; use 1 to {MAX_NAME_CHARS} printable characters", field="name")
-        if name == model:
+        if name == self._model():
             raise InvalidRequestError(f"name is {name!r}, which is the name of the model; use another", field="name")
         workers = list(self._workers.values())
         if not workers:
@@ -184,11 +188,13 @@ class Adapters:
         if not any(worker.link.capacity.max_adapters for worker in workers):
             raise NotConfiguredError("the workers load no adapters; start them with --adapter-dir", field="path")
         had = {worker.link.worker_id for worker in workers if name in worker.loaded}
-        results = await asyncio.gather(*(worker.calls.load(name, path) for worker in workers), return_exceptions=True)
+        results = await asyncio.gather(
+            *(worker.calls.load_adapter(name, path) for worker in workers), return_exceptions=True
+        )
         problem = _problem(name, results)
         if problem is not None:
             undone = [worker for worker in workers if worker.link.worker_id not in had]
-            await asyncio.gather(*(worker.calls.unload(name) for worker in undone), return_exceptions=True)
+            await asyncio.gather(*(worker.calls.unload_adapter(name) for worker in undone), return_exceptions=True)
             raise problem
         for worker, loaded in zip(workers, results, strict=True):
             if not isinstance(loaded, BaseException):
@@ -197,7 +203,8 @@ class Adapters:
         for worker in workers:
             self._report(worker)
         log.info("adapter %s is loaded on %d workers", name, len(workers))
-        return self._describe(name, model)
+        self._on_change()
+        return self._describe(name)
 
     async def remove(self, name: str) -> bool:
         """Unload an adapter from all workers. False if none has it. Raises NotConfiguredError while requests use it."""
@@ -215,7 +222,9 @@ class Adapters:
             worker.refused.discard((name, adapter.digest))
             self._report(worker)
         workers = list(self._workers.values())
-        results = await asyncio.gather(*(worker.calls.unload(name) for worker in workers), return_exceptions=True)
+        results = await asyncio.gather(
+            *(worker.calls.unload_adapter(name) for worker in workers), return_exceptions=True
+        )
         for worker, result in zip(workers, results, strict=True):
             if isinstance(result, ServiceError):
                 log.warning(
@@ -223,6 +232,7 @@ class Adapters:
                 )
             worker.loaded.pop(name, None)
         log.info("adapter %s is unloaded", name)
+        self._on_change()
         return True
 
     def count(self, infos: Iterable[inference_pb2.WorkerInfo]) -> None:
@@ -230,16 +240,16 @@ class Adapters:
         for info in infos:
             info.adapters_resident, info.adapter_swaps = self._step_loop.core.adapters.counts(info.worker_id)
 
-    def describe(self, model: str) -> list[inference_pb2.Adapter]:
+    def describe(self) -> list[inference_pb2.Adapter]:
         """All adapters by name."""
-        return [self._describe(name, model) for name in sorted(self.known)]
+        return [self._describe(name) for name in sorted(self.known)]
 
-    def _describe(self, name: str, model: str) -> inference_pb2.Adapter:
+    def _describe(self, name: str) -> inference_pb2.Adapter:
         adapter = self.known[name]
         having = [w for w in self._workers.values() if name in w.loaded and w.loaded[name].digest == adapter.digest]
         return inference_pb2.Adapter(
             name=name,
-            model=model,
+            model=self._model(),
             digest=adapter.digest.hex(),
             path=adapter.path,
             num_workers=len(having),

@@ -12,8 +12,9 @@ import contextlib
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
@@ -26,15 +27,14 @@ from scheduler_svc.core.features.block_moves import BlockMove
 from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
 from scheduler_svc.metrics import RoundTripMeter
 from scheduler_svc.workers import wire as worker_wire
-from scheduler_svc.workers.adapter_calls import AdapterCalls
 from scheduler_svc.workers.agreement import WorkerRefusedError
 from scheduler_svc.workers.block_calls import BlockCalls
 from scheduler_svc.workers.seals import BlockKeys
-from scheduler_svc.workers.weight_calls import WeightCalls
+from scheduler_svc.workers.worker_calls import WorkerCalls
 from step_protocol import columns
 from step_protocol.messages import StepBatch, StepOutput
 from svc_common.channels import MAX_BUNDLE_BYTES, ReceiveError, read_bundle
-from svc_common.errors import InvalidRequestError, ServiceError, StaleEpochError, UnavailableError, error_from_code
+from svc_common.errors import InvalidRequestError, ServiceError, StaleEpochError, UnavailableError, error_of_call
 from svc_common.observe.inspection import answer_timeout_s
 from svc_common.serve import open_channel
 from svc_common.silence import SilenceWatch
@@ -85,10 +85,9 @@ class LeasedWorker:
         keys: BlockKeys | None = None,
         stub: worker_pb2_grpc.WorkerServiceAsyncStub | None = None,
     ) -> None:
-        """Without `stub`, the worker's adapters cannot be changed."""
+        """Without `stub`, the worker's adapters and weights cannot be changed."""
         self.capacity = capacity
-        self.adapters = None if stub is None else AdapterCalls(stub, fence, capacity.worker_id)
-        self.weights = None if stub is None else WeightCalls(stub, fence, capacity.worker_id)
+        self.calls = None if stub is None else WorkerCalls(stub, fence, capacity.worker_id)
         self.blocks = None if stub is None else BlockCalls(stub, fence, capacity.worker_id, keys)
         self._address = address
         self._fence = fence
@@ -130,8 +129,8 @@ class LeasedWorker:
         self._in_flight.append(SentStep(batch.step_id, self._loop.time(), message.ByteSize(), len(batch.rows)))
 
     def swap_adapter(self, swap: AdapterSwap) -> None:
-        if self.adapters is not None and not self._closed.done():
-            self.adapters.swap(swap)
+        if self.calls is not None and not self._closed.done():
+            self.calls.swap_adapter(swap)
 
     def fetch_blocks(self, move: BlockMove, source_address: str) -> None:
         if self.blocks is not None and not self._closed.done():
@@ -156,10 +155,9 @@ class LeasedWorker:
             done, _ = await asyncio.wait([*tasks, self._closed], return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.close("the scheduler is stopping")
-            if self.adapters is not None:
-                self.adapters.close()
-            if self.blocks is not None:
-                self.blocks.close()
+            for calls in (self.calls, self.blocks):
+                if calls is not None:
+                    calls.close()
             await cancel(*tasks)
             self._call.cancel()
         # If both tasks have ended, prefer the reader's reason: it is more precise than the writer's.
@@ -315,33 +313,34 @@ class Dialer:
         self.index.release_revision()
 
     async def drain(self, address: str, worker_id: str, timeout_s: float) -> int:
-        """Tell a worker to drain and wait until it has drained. Returns the number of rows that were left.
-
-        Raises ServiceError if the worker refuses. Uses its own channel, because the lease may end before the answer.
-        """
-        async with self._open_worker(address, worker_id) as channel:
-            try:
-                response = await worker_pb2_grpc.WorkerServiceStub(channel).Drain(
-                    worker_pb2.DrainRequest(timeout_s=timeout_s)
-                )
-            except grpc.aio.AioRpcError as error:
-                details = f"the worker at {address} did not drain: {error.code().name}: {error.details()}"
-                raise error_from_code(error.code().value[0], details) from error
-            return response.rows_left
+        """Tell a worker to drain and wait until it has drained. Returns the number of rows that were left."""
+        request, words = worker_pb2.DrainRequest(timeout_s=timeout_s), f"the worker at {address} did not drain: "
+        return int((await self._ask(address, worker_id, words, lambda stub: stub.Drain(request))).rows_left)
 
     async def inspect(
         self, address: str, worker_id: str, kind: inference_pb2.InspectKind.ValueType, seconds: float, hz: int
     ) -> bytes:
-        """A profile or a report of a worker. Raises ServiceError if the worker refuses or cannot be reached."""
+        """A profile or a report of a worker."""
         request = worker_pb2.InspectWorkerRequest(kind=kind, seconds=seconds, hz=hz)
+        timeout, words = answer_timeout_s(kind, seconds), f"worker {worker_id}: "
+        call = self._ask(address, worker_id, words, lambda stub: stub.InspectWorker(request, timeout=timeout))
+        return bytes((await call).data)
+
+    async def _ask(
+        self,
+        address: str,
+        worker_id: str,
+        words: str,
+        call: Callable[[worker_pb2_grpc.WorkerServiceAsyncStub], Awaitable[Any]],
+    ) -> Any:
+        """A call with a channel of its own, because the lease may end before the answer. Raises ServiceError with these
+        words if the worker refuses or cannot be reached.
+        """
         async with self._open_worker(address, worker_id) as channel:
             try:
-                response = await worker_pb2_grpc.WorkerServiceStub(channel).InspectWorker(
-                    request, timeout=answer_timeout_s(kind, seconds)
-                )
+                return await call(worker_pb2_grpc.WorkerServiceStub(channel))
             except grpc.aio.AioRpcError as error:
-                raise error_from_code(error.code().value[0], f"worker {worker_id}: {error.details()}") from error
-            return response.data
+                raise error_of_call(error, words) from error
 
     async def _take_lease(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> worker_pb2.LeaseResponse:
         epoch = await self.index.next_scheduler_epoch()

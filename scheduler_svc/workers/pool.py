@@ -100,7 +100,7 @@ class WorkerPool:
         self._on_change = on_change
         self._workers: dict[str, WorkerRecord] = {}
         self._agreement = Agreement(revision)
-        self.adapters = Adapters(step_loop)
+        self.adapters = Adapters(step_loop, lambda: self._model_name, self._changed)
         self.rollouts = Rollouts(step_loop, Weights(step_loop, dialer.index, self._weights_changed))
         self._info: types_pb2.ModelInfo | None = None
         self._releases: set[asyncio.Task[int]] = set()
@@ -453,24 +453,6 @@ class WorkerPool:
             elif worker.lease_task is not None:
                 worker.lease_task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    # -- adapters -----------------------------------------------------------------------------------------------------
-
-    async def add_adapter(self, name: str, path: str) -> inference_pb2.Adapter:
-        """Load an adapter on all workers. Raises ServiceError."""
-        adapter = await self.adapters.add(name, path, self._model_name)
-        self._changed()
-        return adapter
-
-    async def remove_adapter(self, name: str) -> bool:
-        """Unload an adapter from all workers. Raises ServiceError."""
-        was_known = await self.adapters.remove(name)
-        self._changed()
-        return was_known
-
-    def describe_adapters(self) -> list[inference_pb2.Adapter]:
-        """All adapters."""
-        return self.adapters.describe(self._model_name)
 
     @property
     def _model_name(self) -> str:

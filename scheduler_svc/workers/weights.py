@@ -36,6 +36,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.step_loop import ModelFacts, StepLoop, WeightsChange
 from scheduler_svc.workers import wire
 from scheduler_svc.workers.leased_worker import LeasedWorker
+from scheduler_svc.workers.worker_calls import WorkerCalls
 from svc_common.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -56,6 +57,7 @@ DECIDE_TRIES = 20
 RETRY_S = 0.25
 LOST = (UnavailableError, DeadlineError)  # the worker did not answer: it may be gone
 HOLDER = "update"
+CHECK, STAGE, ACTIVATE, DROP, SLEEP, WAKE, FORGET_PREFIXES = worker_pb2.WeightsAction.values()[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,10 @@ class WeightsRecord:
     files: tuple[str, ...] = ()
     revision: str = ""
     weights_digest: str = ""
+
+    def as_fields(self) -> dict[str, Any]:
+        """The fields of a worker's call."""
+        return {"version": self.version, "files": self.files}
 
     @classmethod
     def parse(cls, text: str) -> WeightsRecord | None:
@@ -143,8 +149,9 @@ class Weights:
             )
             if is_other or is_asleep:
                 log.info("worker %s gets the weights of version %d", link.worker_id, self.current.version)
-                await self._calls(link).stage(self.current.version, self.current.files)
-                info = await self._calls(link).activate(self.current.version, self.current.files)
+                calls, weights = self._calls(link), self.current.as_fields()
+                await calls.change_weights(STAGE, **weights)
+                info = (await calls.change_weights(ACTIVATE, **weights)).info
             self._members[link.worker_id], self._info = link, info
             yield info
 
@@ -191,10 +198,10 @@ class Weights:
         if self._following is not None:
             self._following.cancel()
 
-    def _calls(self, link: LeasedWorker) -> Any:
-        if link.weights is None:
+    def _calls(self, link: LeasedWorker) -> WorkerCalls:
+        if link.calls is None:
             raise NotConfiguredError(f"the weights of worker {link.worker_id} cannot be changed")
-        return link.weights
+        return link.calls
 
     # -- updates ------------------------------------------------------------------------------------------------------
 
@@ -230,15 +237,15 @@ class Weights:
         if len(update.files) >= MAX_FILES:
             raise InvalidRequestError(f"the update has {MAX_FILES} files; put more tensors into each", field="path")
         files = [*self.current.files, *update.files, path]
-        found = await self._ask_all(lambda link: self._calls(link).check(files))
-        sums = [[one.SerializeToString(deterministic=True) for one in tensors] for tensors in found.values()]
+        found = await self._ask_all(CHECK, files=files)
+        sums = [[one.SerializeToString(deterministic=True) for one in each.tensors] for each in found.values()]
         if any(other != sums[0] for other in sums):
             raise InvalidRequestError(
                 f"{path!r} has different content on different workers; --weights-dir must be one folder that all "
                 "workers share",
                 field="path",
             )
-        tensors: list[pb.TensorChecksum] = next(iter(found.values()))
+        tensors = list(next(iter(found.values())).tensors)
         if self._update is not update:
             raise InvalidRequestError(f"update {update_id!r} has ended", field="update_id")
         update.files.append(path)
@@ -252,7 +259,7 @@ class Weights:
         if link is None:
             raise UnavailableError("no worker is ready to write the tensors; retry later")
         path = f"updates/{update.version}-{update_id.replace(':', '_')}-{len(update.files)}.safetensors"
-        await self._calls(link).write(path, pieces)
+        await self._calls(link).write_tensors(path, pieces)
         return await self.put(update_id, path)
 
     async def prepare(self, update_id: str, digest: str) -> None:
@@ -263,7 +270,7 @@ class Weights:
             await self._stage_all(update.version, self._files_with(update))
         except ServiceError:
             self.num_failed += 1
-            await self._ask_all(lambda link: self._calls(link).drop(), is_needed=False)
+            await self._ask_all(DROP, is_needed=False)
             raise
 
     async def commit(self, update_id: str, digest: str, rows: pb.RunningRows.ValueType) -> pb.CommitUpdateResponse:
@@ -294,7 +301,7 @@ class Weights:
         except BaseException:
             self.num_failed += 1
             update.committing = None
-            await self._ask_all(lambda link: self._calls(link).drop(), is_needed=False)
+            await self._ask_all(DROP, is_needed=False)
             raise
         self.num_updates += 1
         self._update = None
@@ -322,7 +329,7 @@ class Weights:
         if update.committing is not None:
             raise AlreadyExistsError(f"update {update_id!r} is being committed", field="update_id")
         self._update = None
-        await self._ask_all(lambda link: self._calls(link).drop(), is_needed=False)
+        await self._ask_all(DROP, is_needed=False)
 
     def _open(self, update_id: str) -> OpenUpdate:
         if self._update is None or self._update.update_id != update_id:
@@ -344,7 +351,7 @@ class Weights:
 
     async def _stage_all(self, version: int, files: Sequence[str]) -> WeightsRecord:
         """Load weights on all workers that do not have them. All must get the same ones."""
-        found = await self._ask_all(lambda link: self._calls(link).stage(version, files))
+        found = await self._ask_all(STAGE, version=version, files=files)
         facts = {(one.info.weights_revision, one.info.weights_digest) for one in found.values()}
         if len(facts) > 1:
             raise InvalidRequestError(
@@ -356,14 +363,15 @@ class Weights:
         return WeightsRecord(version, tuple(used), *facts.pop())
 
     async def _ask_all(
-        self, call: Callable[[LeasedWorker], Awaitable[Any]], *, is_needed: bool = True
-    ) -> dict[str, Any]:
+        self, action: worker_pb2.WeightsAction.ValueType, *, is_needed: bool = True, **fields: Any
+    ) -> dict[str, worker_pb2.ChangeWeightsResponse]:
         """The answers of all workers. Raises the first refusal. A worker that does not answer loses its lease: it gets
         the weights when it joins again.
         """
         links = list(self._members.values())
-        results = await asyncio.gather(*(call(link) for link in links), return_exceptions=True)
-        answers = dict[str, Any]()
+        calls = (self._calls(link).change_weights(action, **fields) for link in links)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        answers = dict[str, worker_pb2.ChangeWeightsResponse]()
         for link, result in zip(links, results, strict=True):
             if self._members.get(link.worker_id) is not link:
                 continue  # it has left meanwhile
@@ -422,7 +430,7 @@ class Weights:
 
     async def _activate(self, link: LeasedWorker, record: WeightsRecord) -> None:
         try:
-            info = await self._calls(link).activate(record.version, record.files)
+            info = (await self._calls(link).change_weights(ACTIVATE, **record.as_fields())).info
         except ServiceError as error:
             link.close(f"it did not get the weights of version {record.version}: {error.message}")
             self.leave(link)
@@ -444,15 +452,14 @@ class Weights:
             self.asleep |= wanted
             if "kv_cache" in wanted:
                 await self._step_loop.change(_free_kv)
-            await self._ask_all(lambda link: self._calls(link).sleep(sorted(wanted)))
+            await self._ask_all(SLEEP, tags=sorted(wanted))
 
     async def wake(self, tags: Iterable[str]) -> None:
         """Get memory back. Steps go on when nothing sleeps any more."""
         named = checked_tags(tags)
         async with self._turn:
             if wanted := sorted(named & self.asleep):
-                version, files = self.current.version, self.current.files
-                await self._ask_all(lambda link: self._calls(link).wake(wanted, version, files))
+                await self._ask_all(WAKE, tags=wanted, **self.current.as_fields())
             self.asleep -= set(wanted)
             if not self.asleep:
                 self._step_loop.release("sleep")
@@ -465,7 +472,7 @@ class Weights:
     async def _forget_prefixes(self) -> int:
         await self._step_loop.change(lambda core: core.forget_prefixes())
         if self._members:
-            await self._ask_all(lambda link: self._calls(link).forget_prefixes())
+            await self._ask_all(FORGET_PREFIXES)
         return 0
 
     # -- state --------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class FakeLink:
     capacity: Any = field(default_factory=lambda: SimpleNamespace(movement=None))
 
     @property
-    def weights(self) -> FakeLink:
+    def calls(self) -> FakeLink:
         return self
 
     @property
@@ -71,26 +71,25 @@ class FakeLink:
         if self.is_lost:
             raise UnavailableError(f"{self.worker_id} is gone")
 
-    async def check(self, files: Sequence[str]) -> list[rollouts_pb2.TensorChecksum]:
-        self._call("check")
-        if files[-1] == "bad":
-            raise InvalidRequestError("tensor a has another shape", field="tensors")
-        return [rollouts_pb2.TensorChecksum(name=files[-1], dtype="F32", shape=[2, 3], checksum="c")]
-
-    async def stage(self, version: int, files: Sequence[str]) -> worker_pb2.ChangeWeightsResponse:
-        self._call("stage")
-        self.staged = version, tuple(files)
-        return worker_pb2.ChangeWeightsResponse(used_files=files, info=info_of(version, files))
-
-    async def activate(self, version: int, files: Sequence[str]) -> types_pb2.ModelInfo:
-        self._call("activate")
+    async def change_weights(
+        self, action: worker_pb2.WeightsAction.ValueType, *, version: int = 0, files: Sequence[str] = ()
+    ) -> worker_pb2.ChangeWeightsResponse:
+        if action == worker_pb2.WEIGHTS_ACTION_DROP:
+            self.staged = None
+            return worker_pb2.ChangeWeightsResponse()
+        self._call(worker_pb2.WeightsAction.Name(action).removeprefix("WEIGHTS_ACTION_").lower())
+        if action == worker_pb2.WEIGHTS_ACTION_CHECK:
+            if files[-1] == "bad":
+                raise InvalidRequestError("tensor a has another shape", field="tensors")
+            tensor = rollouts_pb2.TensorChecksum(name=files[-1], dtype="F32", shape=[2, 3], checksum="c")
+            return worker_pb2.ChangeWeightsResponse(tensors=[tensor])
+        if action == worker_pb2.WEIGHTS_ACTION_STAGE:
+            self.staged = version, tuple(files)
+            return worker_pb2.ChangeWeightsResponse(used_files=files, info=info_of(version, files))
         assert self.staged is not None
         self.version, self.files = self.staged
         self.fleet.event(f"activated {self.worker_id}", self)
-        return self.info
-
-    async def drop(self) -> None:
-        self.staged = None
+        return worker_pb2.ChangeWeightsResponse(info=self.info)
 
 
 def info_of(version: int, files: Sequence[str]) -> types_pb2.ModelInfo:

@@ -763,8 +763,8 @@ async def test_an_adapter_whose_unload_failed_is_unloaded_when_the_worker_report
     loop, adapter = MagicMock(), worker_pb2.WorkerAdapter(name="a", digest=b"d")
     loop.core.adapters.num_requests_with.return_value = 0
     unload = AsyncMock(side_effect=[UnavailableError("the worker does not answer"), True])
-    link: Any = SimpleNamespace(worker_id="w0", adapters=SimpleNamespace(unload=unload))
-    adapters = Adapters(loop)
+    link: Any = SimpleNamespace(worker_id="w0", calls=SimpleNamespace(unload_adapter=unload))
+    adapters = Adapters(loop, lambda: "m", lambda: None)
     adapters.join(link, [adapter])
     assert await adapters.remove("a")
     adapters.on_heartbeat(link, [adapter])
