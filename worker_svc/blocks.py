@@ -44,9 +44,8 @@ from worker_svc.kv_store.block_store import READ_BYTES, BlockStore, Committed
 from worker_svc.kv_store.disk_tier import DiskTier
 from worker_svc.kv_store.memory_tier import MemoryTier
 from worker_svc.kv_store.nixl_memory import REST_S, NixlAgent, NixlError
-from worker_svc.kv_store.outlets import Answer, Messages, Outlet, OverNixl, Shared
+from worker_svc.kv_store.outlets import Answer, Messages, Outlet, OverNixl, Shared, SharedMemory, find_shared_memory
 from worker_svc.kv_store.record import BadRecordError, Found, Origin, RecordFormat, WantedBlock
-from worker_svc.kv_store.shared_memory import SharedMemory, find_shared_memory
 from worker_svc.kv_store.tier import Tier
 from worker_svc.seals import Seals
 from worker_svc.steps.executor import StepExecutor

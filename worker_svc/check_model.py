@@ -3,6 +3,8 @@
 `python -m worker_svc.check_model DIR` checks config.json only. `quire up` runs it before the weights are downloaded.
 `python -m worker_svc.check_model --model DIR [FLAGS]` checks the flags of a worker and the whole folder. `quire up`
 runs it before it starts a service.
+`python -m worker_svc.check_model gpu DIR`, with torch: whether backend cuda can serve the model here. `quire up` runs
+it where a GPU is visible and no backend is chosen.
 """
 
 from __future__ import annotations
@@ -69,6 +71,22 @@ def check_config(folder: Path) -> QuantizationConfig | None:
     return quantization_of(found, architecture)
 
 
+def check_gpu(folder: Path) -> None:
+    """Raises ValueError without a usable GPU, or for a model that backend cuda lacks."""
+    from worker_svc.engine.backend import BackendUnavailableError
+    from worker_svc.engine.checkpoint.features import check_features
+    from worker_svc.engine.decoder.parse import parse_config
+    from worker_svc.engine.engines import is_decoder
+    from worker_svc.engine.gpu.start.setup import find_device
+
+    try:
+        find_device(EngineConfig(folder, backend="cuda"))
+    except BackendUnavailableError as error:
+        raise ValueError(str(error)) from None
+    if is_decoder(folder):
+        check_features(parse_config(decoder_config(read_config(folder))).features(), "cuda")
+
+
 def resolve_model(args: argparse.Namespace) -> None:
     """Replaces --model by the folder of the model, which is downloaded unless it is cached, and sets --model-name. An
     existing folder has precedence over a model of the Hub. Raises HubError.
@@ -93,7 +111,9 @@ def _check_found(folder: Path) -> None:
 
 def main(argv: list[str]) -> int:
     try:
-        if len(argv) == 1:
+        if argv[:1] == ["gpu"]:
+            check_gpu(Path(argv[1]))
+        elif len(argv) == 1:
             check_config(Path(argv[0]))
         else:
             check_settings(config.parse(make_parser(), argv))

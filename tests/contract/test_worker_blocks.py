@@ -29,9 +29,8 @@ from worker_svc.bundle import Bundle
 from worker_svc.engine.config import EngineConfig
 from worker_svc.kv_store import nixl_memory, outlets, record
 from worker_svc.kv_store.nixl_memory import NixlAgent, has_nixl
-from worker_svc.kv_store.outlets import Messages
+from worker_svc.kv_store.outlets import Messages, SharedMemory, find_shared_memory
 from worker_svc.kv_store.record import Origin, RecordFormat
-from worker_svc.kv_store.shared_memory import SharedMemory, find_shared_memory
 from worker_svc.lifecycle import Lifecycle
 from worker_svc.servicer import WorkerServicer
 from worker_svc.simulator.runner import SimConfig, SimRunner

@@ -29,7 +29,7 @@ from tests.unit.engine.test_engine_images import (
     run_scenes,
 )
 from tests.unit.engine.vision_models import TOWERS, load_vision_reference, make_vision_model
-from worker_svc.check_gpu import check_gpu
+from worker_svc.check_model import check_gpu
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.tensors import Checkpoint

@@ -337,7 +337,7 @@ def _choose_backend(args: argparse.Namespace, folder: Path) -> str:
         return "as configured"
     if not visible_gpus():
         return "no GPU found"
-    command = [sys.executable, "-P", "-m", "worker_svc.check_gpu", str(folder)]
+    command = [sys.executable, "-P", "-m", "worker_svc.check_model", "gpu", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return "a GPU is present, but " + (done.stderr.strip().splitlines() or ["the check of backend cuda failed"])[-1]

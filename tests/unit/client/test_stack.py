@@ -409,7 +409,7 @@ def test_a_visible_gpu_that_serves_the_model_is_used(model, monkeypatch):
     monkeypatch.setattr(plans.subprocess, "run", check)
     made = plan("--model", model, "--port", "0")
     assert backend_of(made) == ("cuda", "backend    CUDA, 1 worker")
-    assert asked == [["worker_svc.check_gpu", model]]
+    assert asked == [["gpu", model]]
     assert backend_of(plan("--model", model, "--port", "0", "--backend", "cpu"))[0] == "cpu"
     monkeypatch.setenv("QUIRE_BACKEND", "reference")
     assert backend_of(plan("--model", model, "--port", "0"))[0] is None
