@@ -130,7 +130,7 @@ class LeasedWorker:
 
     def swap_adapter(self, swap: AdapterSwap) -> None:
         if self.calls is not None and not self._closed.done():
-            self.calls.swap_adapter(swap)
+            self.calls.swap_adapter(swap.digest, swap.kept)
 
     def fetch_blocks(self, move: BlockMove, source_address: str) -> None:
         if self.blocks is not None and not self._closed.done():

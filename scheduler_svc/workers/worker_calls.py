@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 
-from scheduler_svc.core.features.adapters import AdapterSwap
 from svc_common.errors import ServiceError, error_of_call
 
 log = logging.getLogger(__name__)
@@ -48,21 +47,21 @@ class WorkerCalls:
         request = worker_pb2.UnloadWorkerAdapterRequest(fence=self._fence, name=name)
         return bool((await self._ask(self._stub.UnloadWorkerAdapter, request, SWITCH_TIMEOUT_S)).was_loaded)
 
-    def swap_adapter(self, swap: AdapterSwap) -> None:
-        """Start to make an adapter resident."""
-        task = asyncio.create_task(self._swap(swap))
+    def swap_adapter(self, digest: bytes, kept: Sequence[bytes]) -> None:
+        """Start to make an adapter resident, beside those that are kept."""
+        task = asyncio.create_task(self._swap(digest, kept))
         self._swaps.add(task)
         task.add_done_callback(self._swaps.discard)
 
-    async def _swap(self, swap: AdapterSwap) -> None:
-        request = worker_pb2.SwapWorkerAdapterRequest(fence=self._fence, digest=swap.digest, kept=swap.kept)
+    async def _swap(self, digest: bytes, kept: Sequence[bytes]) -> None:
+        request = worker_pb2.SwapWorkerAdapterRequest(fence=self._fence, digest=digest, kept=kept)
         try:
             await self._ask(self._stub.SwapWorkerAdapter, request, SWITCH_TIMEOUT_S)
         except ServiceError as error:
-            log.error("swapping adapter %s in failed: %s", swap.digest.hex(), error.message)
-            self.on_swapped(swap.digest, False)
+            log.error("swapping adapter %s in failed: %s", digest.hex(), error.message)
+            self.on_swapped(digest, False)
         else:
-            self.on_swapped(swap.digest, True)
+            self.on_swapped(digest, True)
 
     async def change_weights(
         self,

@@ -198,13 +198,6 @@ def test_bits_are_compared(tmp_path, monkeypatch):
     assert (report.rows[-1]["ok"], report.rows[-1]["note"]) == (False, "tokens whose log probabilities differ: [1]")
 
 
-def with_program(tmp_path, monkeypatch, name: str, script: str) -> None:
-    """A program of this name on PATH."""
-    (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-    (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-
-
 def pack_source(folder: Path, name: str, files: dict[str, str]) -> None:
     folder.mkdir(exist_ok=True)
     with tarfile.open(folder / f"{name}.tar.gz", "w:gz") as file:
@@ -235,7 +228,9 @@ def test_peers_are_built_where_nvcc_is_and_continue_where_they_stopped(tmp_path,
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", "/nowhere")
         peers.build(report, sources)
-    with_program(tmp_path, monkeypatch, "nvcc", "")
+    (tmp_path / "nvcc").write_text("#!/bin/sh\n")
+    (tmp_path / "nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     report.ends_at = time.monotonic() + peers.MARGIN_S + 3.0
     peers.build(report, sources)
     assert report.was_cut

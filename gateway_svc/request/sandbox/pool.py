@@ -40,11 +40,11 @@ class Setup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What sandbox processes of one kind do: their module, their limits and the words of their errors."""
+    """Work of sandbox processes of one kind: their module, their limits and the words of their errors."""
 
     module: str  # in this folder
     what: str
-    advice: str  # what the caller of a message that exceeds a limit can do
+    advice: str  # for the caller of a message that exceeds a limit
     cpu_s: float
     timeout_s: float  # longer than cpu_s, because the machine may be busy
     wait_s: float  # for a free process

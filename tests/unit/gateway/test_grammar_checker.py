@@ -153,8 +153,7 @@ async def test_an_exploding_schema_is_refused_in_time_and_delays_no_other(
 async def test_a_grammar_that_needs_too_much_cpu_time_is_not_compiled_again(
     checker: GrammarChecker, model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = replace(grammar_checker.JOB, timeout_s=120.0)  # only the limit on CPU time is left
-    monkeypatch.setattr(grammar_checker, "JOB", job)
+    monkeypatch.setattr(grammar_checker, "JOB", replace(grammar_checker.JOB, timeout_s=120.0))
     error = await refusal(checker, SP(json_schema=BOMB), model)
     assert "more than 0.3 s of CPU time" in error.message
     assert (await refusal(checker, SP(json_schema=BOMB), model)).message == error.message

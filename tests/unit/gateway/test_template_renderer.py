@@ -53,8 +53,7 @@ def model_with(template: str) -> ServedModel:
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, **limits: float) -> None:
-    job = replace(template_renderer.JOB, **limits)  # type: ignore[arg-type]
-    monkeypatch.setattr(template_renderer, "JOB", job)
+    monkeypatch.setattr(template_renderer, "JOB", replace(template_renderer.JOB, **limits))  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)

@@ -74,17 +74,16 @@ class FakeLink:
     async def change_weights(
         self, action: worker_pb2.WeightsAction.ValueType, *, version: int = 0, files: Sequence[str] = ()
     ) -> worker_pb2.ChangeWeightsResponse:
-        if action == worker_pb2.WEIGHTS_ACTION_DROP:
-            self.staged = None
-            return worker_pb2.ChangeWeightsResponse()
-        self._call(worker_pb2.WeightsAction.Name(action).removeprefix("WEIGHTS_ACTION_").lower())
-        if action == worker_pb2.WEIGHTS_ACTION_CHECK:
+        name = worker_pb2.WeightsAction.Name(action).removeprefix("WEIGHTS_ACTION_").lower()
+        if name != "drop":
+            self._call(name)
+        if name == "check":
             if files[-1] == "bad":
                 raise InvalidRequestError("tensor a has another shape", field="tensors")
             tensor = rollouts_pb2.TensorChecksum(name=files[-1], dtype="F32", shape=[2, 3], checksum="c")
             return worker_pb2.ChangeWeightsResponse(tensors=[tensor])
-        if action == worker_pb2.WEIGHTS_ACTION_STAGE:
-            self.staged = version, tuple(files)
+        if name in ("stage", "drop"):
+            self.staged = (version, tuple(files)) if name == "stage" else None
             return worker_pb2.ChangeWeightsResponse(used_files=files, info=info_of(version, files))
         assert self.staged is not None
         self.version, self.files = self.staged
