@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
+from quire.internal.v1.scheduler_pb2 import WeightsChange
+
 from prefix_index.index import PrefixIndex
 from scheduler_svc.core.admission.barrier import Hold
 from scheduler_svc.core.config import SchedulerConfig
@@ -48,16 +50,6 @@ class ModelFacts:
 
     eos_token_ids: frozenset[int] = frozenset()
     root_salt: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsChange:
-    """The weights that compute the following tokens. `keeps_kv`: rows that run keep what the earlier ones computed."""
-
-    version: int
-    revision: str
-    weights_digest: str
-    keeps_kv: bool = False
 
 
 class WorkerLink(Protocol):
@@ -571,8 +563,8 @@ class StepLoop:
 
     def _change_weights(self, facts: ModelFacts, change: WeightsChange, core: Scheduler) -> int:
         self._facts = facts
-        words = f"weights have version {change.version}"
-        self.events.add(self._now, f"{words}, revision {change.revision}" if change.revision else words)
+        words, revision = f"weights have version {change.weights.version}", change.weights.revision
+        self.events.add(self._now, f"{words}, revision {revision}" if revision else words)
         for link in self._gateways.values():
             link.change_weights(change)
         return core.change_weights(facts.root_salt, keeps_kv=change.keeps_kv)

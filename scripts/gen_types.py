@@ -163,6 +163,18 @@ MODULES = (
             ),
             Copy("CacheGroup", types={"block_bytes": ("int", "1")}, is_read=True),
             Copy("BlockMovement", is_read=True),
+            Copy("WorkerAdapter"),
+            Copy(
+                "ModelInfo",
+                "AnnouncedModel",
+                fields=(
+                    *("model", "revision", "numerics", "build", "max_model_len", "vocab_size", "eos_token_ids"),
+                    *("block_size", "max_num_seqs", "hidden_size", "is_encoder"),
+                    *("weights_digest", "weight_version", "weights_revision"),
+                ),
+            ),
+            Copy("TensorChecksum"),
+            Copy("PausedSample"),
             Copy("PoolingInfo"),
             Copy("AudioInfo"),
             Copy("EncoderInfo", types={"audio": ("AudioInfo | None", "None")}),

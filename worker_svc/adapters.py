@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from step_protocol.types import WorkerAdapter
 from svc_common.errors import InvalidRequestError, NotConfiguredError
 from worker_svc.engine.adapters.config import AdapterError
-from worker_svc.engine.adapters.store import AdapterEntry, AdapterStore
+from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.lifecycle import Lifecycle
 from worker_svc.wire import adapters_to_proto
 
@@ -33,7 +34,7 @@ class WorkerAdapters:
         self._folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
 
-    async def load(self, name: str, path: str) -> AdapterEntry:
+    async def load(self, name: str, path: str) -> WorkerAdapter:
         """Load an adapter into memory. Raises InvalidRequestError with the cause, or NotConfiguredError."""
         store = self._store
         folder = self._allowed(path)

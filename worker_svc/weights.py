@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
@@ -74,11 +75,7 @@ class WorkerWeights:
     async def _check(self, request: worker_pb2.ChangeWeightsRequest) -> worker_pb2.ChangeWeightsResponse:
         runner, files = self._runner(), self._paths(request.files)
         sums = await self._run(lambda: runner.check_update(files))
-        tensors = (
-            rollouts_pb2.TensorChecksum(name=one.name, dtype=one.dtype, shape=one.shape, checksum=one.checksum)
-            for one in sums
-        )
-        return worker_pb2.ChangeWeightsResponse(tensors=tensors)
+        return worker_pb2.ChangeWeightsResponse(tensors=[rollouts_pb2.TensorChecksum(**asdict(one)) for one in sums])
 
     async def _stage(self, request: worker_pb2.ChangeWeightsRequest) -> worker_pb2.ChangeWeightsResponse:
         runner, files = self._runner(), self._paths(request.files)

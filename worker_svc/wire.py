@@ -13,9 +13,8 @@ from request_fields import checks
 from step_protocol.columns import U32, WireError, u32_to_bytes
 from step_protocol.messages import StepBatch
 from step_protocol.proto import batch_from_proto
-from step_protocol.types import POOLING_KINDS
+from step_protocol.types import POOLING_KINDS, AnnouncedModel, WorkerAdapter
 from svc_common.errors import InvalidRequestError
-from worker_svc.engine.adapters.store import AdapterEntry
 from worker_svc.engine.config import EngineInfo
 from worker_svc.seals import TAG_BYTES, Seals
 
@@ -23,12 +22,7 @@ KIND_NUMBERS = {kind: types_pb2.PoolingKind.ValueType(number) for number, kind i
 DATA_TAG = worker_pb2.ReadBlocksResponse.DATA_FIELD_NUMBER << 3 | 2  # a field of bytes
 DATA_HEAD_BYTES = 5
 MAX_REASON = 500  # characters of a degradation
-# Fields of EngineInfo that are sent as they are
-MODEL_FIELDS = (
-    *("model", "revision", "weights_digest", "weight_version", "weights_revision", "numerics", "build", "dtype"),
-    *("max_model_len", "vocab_size", "hidden_size", "eos_token_ids", "is_encoder", "block_size", "max_num_seqs"),
-)
-CAPACITY_FIELDS = (
+CAPACITY_FIELDS = (  # fields of EngineInfo that are sent as they are
     *("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"),
     *("max_adapters", "num_snapshots", "snapshot_tokens"),
 )
@@ -77,6 +71,7 @@ def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.Mod
         default_sampling=types_pb2.SamplingParams(**checks.defaults_of_model(info.default_sampling)),
         bundle_digest=bundle_digest,
         max_num_blocks=info.num_blocks,
+        dtype=info.dtype,
         determinism=DETERMINISM[info.determinism],
         quantization=info.quantize or "",
         kv_cache_dtype="" if info.kv_cache_dtype == "auto" else info.kv_cache_dtype,
@@ -86,7 +81,7 @@ def model_info_to_proto(info: EngineInfo, bundle_digest: bytes) -> types_pb2.Mod
         attention_window=info.attention_window or 0,
         encoder=None if info.encoder is None else types_pb2.EncoderInfo(**asdict(info.encoder)),
         images=None if info.images is None else types_pb2.ImageInfo(**asdict(info.images)),
-        **{name: getattr(info, name) for name in MODEL_FIELDS},
+        **{name: getattr(info, name) for name in AnnouncedModel.__match_args__},
     )
 
 
@@ -108,9 +103,9 @@ def capacity_to_proto(
     )
 
 
-def adapters_to_proto(entries: Sequence[AdapterEntry]) -> list[worker_pb2.WorkerAdapter]:
+def adapters_to_proto(entries: Sequence[WorkerAdapter]) -> list[worker_pb2.WorkerAdapter]:
     """The adapters of this worker, for its registration."""
-    return [worker_pb2.WorkerAdapter(name=entry.name, digest=entry.digest, path=entry.path) for entry in entries]
+    return [worker_pb2.WorkerAdapter(**asdict(entry)) for entry in entries]
 
 
 def pieces(data: bytes, size: int) -> Iterator[bytes]:

@@ -28,7 +28,7 @@ from scheduler_svc.core.messages import Deltas
 from scheduler_svc.gateways import wire
 from scheduler_svc.gateways.submits import SubmitReader
 from scheduler_svc.refusals import RETRY_NO_WORKER_S
-from scheduler_svc.step_loop import StepLoop, WeightsChange
+from scheduler_svc.step_loop import StepLoop
 from step_protocol.columns import u32_to_bytes
 from svc_common.errors import InvalidRequestError, OverloadedError, ServiceError, UnavailableError, shown_error
 from svc_common.flush import FlushTimer
@@ -109,13 +109,13 @@ class Outbox:
         if self._num_tokens > MAX_PENDING_TOKENS:
             self._overflow(f"{self._num_tokens} unread tokens")
 
-    def change_weights(self, change: WeightsChange) -> None:
+    def change_weights(self, change: scheduler_pb2.WeightsChange) -> None:
         """Send that later tokens are computed by other weights, behind the tokens that wait."""
         if self._is_closed:
             return
         if self._deltas or self._queued:
             self._ready.append(self._take_deltas())
-        self._ready.append(scheduler_pb2.AttachResponse(weights=wire.weights_change_to_proto(change)))
+        self._ready.append(scheduler_pb2.AttachResponse(weights=change))
         self._wake.set()
 
     def _send(self) -> None:

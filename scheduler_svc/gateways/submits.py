@@ -128,7 +128,7 @@ def _parameters(submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo) -> Para
 
 
 def _options(submit: scheduler_pb2.Submit, given: Parameters) -> worker_pb2.RowOpen:
-    """What the request gives each of its rows. The features add to it."""
+    """Fields that each row of the request gets. The features add theirs."""
     return worker_pb2.RowOpen(
         request_id=submit.request_id,
         sampling=submit.sampling,

@@ -11,7 +11,6 @@ from quire.v1 import types_pb2
 from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.messages import Deltas, Finished, merge_deltas
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
-from scheduler_svc.step_loop import WeightsChange
 from step_protocol.columns import f32_to_bytes, u32_to_bytes
 from svc_common.errors import ServiceError
 
@@ -34,14 +33,6 @@ def refusal_to_proto(error: ServiceError) -> scheduler_pb2.Refusal:
         field=error.field,
         retry_after_ms=0 if error.retry_after_s is None else max(1, round(error.retry_after_s * 1000)),
     )
-
-
-def weights_change_to_proto(change: WeightsChange) -> scheduler_pb2.WeightsChange:
-    """The weights of the following tokens."""
-    weights = types_pb2.WeightVersion(
-        version=change.version, revision=change.revision, weights_digest=change.weights_digest
-    )
-    return scheduler_pb2.WeightsChange(weights=weights, keeps_kv=change.keeps_kv)
 
 
 # -- results ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from quire.internal.v1 import scheduler_pb2, worker_pb2
+from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2, types_pb2
 
 from scheduler_svc.core.messages import WorkerCapacity
@@ -56,27 +56,21 @@ class RegisterStream:
 
 @dataclass(slots=True, eq=False)
 class WorkerRecord:
-    """State of one worker process. A restarted worker gets a new record."""
+    """State of one worker process, with its newest message. A restarted worker gets a new record."""
 
     worker_id: str
     worker_epoch: int
     address: str
-    state: types_pb2.WorkerState.ValueType = LOADING
-    load_progress: float = 0.0
+    newest: scheduler_pb2.RegisterRequest = field(default_factory=scheduler_pb2.RegisterRequest)
     registration: RegisterStream | None = None
     link: LeasedWorker | None = None  # set while the worker accepts steps
     lease_task: asyncio.Task[None] | None = None
     info: types_pb2.ModelInfo | None = None
-    role: types_pb2.WorkerRole.ValueType = types_pb2.WORKER_ROLE_UNSPECIFIED
-    degradations: tuple[str, ...] = ()  # why it serves slower than it could
     lost_at: float | None = None
-    adapters: tuple[worker_pb2.WorkerAdapter, ...] = ()  # in its memory, as of its last heartbeat
-    weights: worker_pb2.UpdatedWeights = field(default_factory=worker_pb2.UpdatedWeights)
-    is_asleep: bool = False
 
     @property
     def is_ready(self) -> bool:
-        return self.link is not None and self.state == READY
+        return self.link is not None and self.newest.state == READY
 
 
 class WorkerPool:
@@ -135,7 +129,7 @@ class WorkerPool:
         return [
             worker
             for worker in self._workers.values()
-            if worker.state != DRAINING and (worker.registration is not None or worker.link is not None)
+            if worker.newest.state != DRAINING and (worker.registration is not None or worker.link is not None)
         ]
 
     @property
@@ -245,16 +239,14 @@ class WorkerPool:
 
     def _hear(self, worker: WorkerRecord, request: scheduler_pb2.RegisterRequest) -> None:
         """Handle a heartbeat, which may bring a new state."""
-        was_draining = worker.state == DRAINING
-        worker.state, worker.load_progress = request.state, request.load_progress
-        worker.adapters = tuple(request.adapters)
-        worker.weights, worker.is_asleep = request.weights, request.is_asleep
+        was_draining = worker.newest.state == DRAINING
+        worker.newest = request
         if worker.link is not None:
             worker.link.record_alive()
             if request.is_stuck:
                 worker.link.close("its running step hangs")
-            has_adapters = worker.adapters or self.adapters.known
-            if has_adapters and self.adapters.on_heartbeat(worker.link, worker.adapters):
+            has_adapters = worker.newest.adapters or self.adapters.known
+            if has_adapters and self.adapters.on_heartbeat(worker.link, worker.newest.adapters):
                 self._changed()
         if request.state == READY and worker.lease_task is None and not request.is_stuck:
             self._start_lease(worker, request)
@@ -315,13 +307,11 @@ class WorkerPool:
                 field="capacity.block_size",
             )
         self._check_agreement(worker.worker_id, info)
-        self.adapters.check(worker.worker_id, worker.adapters)
+        self.adapters.check(worker.worker_id, worker.newest.adapters)
         worker.info = types_pb2.ModelInfo()
         worker.info.CopyFrom(info)
         worker.info.max_num_blocks = capacity.num_blocks
         worker.info.max_num_seqs = capacity.max_num_seqs
-        worker.role = request.capacity.blocks.role
-        worker.degradations = tuple(request.capacity.degradations)
         replaces = request.replaces_revision
         worker.lease_task = asyncio.create_task(self._keep_lease(worker, capacity, worker.info, replaces))
 
@@ -339,12 +329,12 @@ class WorkerPool:
             if not self._has_links:
                 await self._dialer.claim_revision(worker.worker_id, info, replaces=replaces)
             async with self._dialer.lease(capacity, info.bundle_digest, worker.address) as (link, blocks, next_step_id):
-                weights, announced = self.rollouts.weights, worker.weights
-                async with weights.joining(link, info, announced, is_asleep=worker.is_asleep) as found:
+                weights, said = self.rollouts.weights, worker.newest
+                async with weights.joining(link, info, said.weights, is_asleep=said.is_asleep) as found:
                     blocks = blocks if _same_weights(info, found) else []
                     _set_weights(info, found)
                     self._check_agreement(worker.worker_id, info)
-                    self.adapters.check(worker.worker_id, worker.adapters)
+                    self.adapters.check(worker.worker_id, worker.newest.adapters)
                     facts = ModelFacts(frozenset(info.eos_token_ids), worker_wire.root_salt(info))
                     self._step_loop.worker_joined(link, capacity, facts, blocks, next_step_id)
                     self._joined(worker, link, info, len(blocks))
@@ -381,11 +371,11 @@ class WorkerPool:
                 self.adapters.reset()
             self._agreement.start_with(worker.worker_id, info)
         worker.link = link
-        self.adapters.join(link, worker.adapters)
+        self.adapters.join(link, worker.newest.adapters)
         self._watch_blocks(link)
         log.info("worker %s is ready: %s, %d cached blocks adopted", worker.worker_id, info.model, num_blocks)
         self._agreement.warn_numerics_mismatch(worker.worker_id, info)
-        if worker.state == DRAINING:  # it began draining during the handshake
+        if worker.newest.state == DRAINING:  # it began draining during the handshake
             self._step_loop.worker_draining(link)
         self._changed()
 
@@ -410,7 +400,7 @@ class WorkerPool:
             calls.follow_tier()
 
     def _end_of_lease(self, worker: WorkerRecord, reason: str) -> ServiceError | None:
-        if worker.state == DRAINING or self._is_closed:
+        if worker.newest.state == DRAINING or self._is_closed:
             log.info("worker %s left: %s", worker.worker_id, reason)
             return None
         log.warning("worker %s is lost: %s", worker.worker_id, reason)
@@ -490,9 +480,9 @@ def _state_of(worker: WorkerRecord) -> types_pb2.WorkerState.ValueType:
     """The state for operators: a worker is ready when it is leased, not when it says that it has loaded its model."""
     if worker.lost_at is not None:
         return types_pb2.WORKER_STATE_LOST
-    if worker.state == READY and worker.link is None:
+    if worker.newest.state == READY and worker.link is None:
         return types_pb2.WORKER_STATE_JOINING
-    return worker.state
+    return worker.newest.state
 
 
 def _describe(worker: WorkerRecord, occupancy: WorkerStats | None) -> inference_pb2.WorkerInfo:
@@ -502,12 +492,12 @@ def _describe(worker: WorkerRecord, occupancy: WorkerStats | None) -> inference_
         state=_state_of(worker),
         worker_epoch=worker.worker_epoch,
         steps=worker.link.num_answered if worker.link is not None else 0,
-        role=worker.role,
-        degradations=worker.degradations,
+        role=worker.newest.capacity.blocks.role,
+        degradations=worker.newest.capacity.degradations,
     )
     if occupancy is not None and worker.link is not None:
         info.rows_used, info.rows_total = occupancy.rows_used, occupancy.rows_total
         info.blocks_free, info.blocks_cached = occupancy.blocks_free, occupancy.blocks_cached
         info.blocks_used = occupancy.blocks_used
-        info.adapters_loaded = len(worker.adapters)
+        info.adapters_loaded = len(worker.newest.adapters)
     return info

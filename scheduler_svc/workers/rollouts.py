@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import rollouts_pb2 as pb
@@ -93,12 +94,7 @@ class Rollouts:
         samples = (await asyncio.shield(self._pauses[request.pause_id])).samples
         if samples is None:
             raise AbortedError(f"pause {request.pause_id!r} was ended before all workers had stopped; begin it again")
-        return pb.PauseResponse(
-            samples=[
-                pb.PausedSample(request_id=one.request_id, index=one.index, num_output_tokens=one.num_output_tokens)
-                for one in samples
-            ]
-        )
+        return pb.PauseResponse(samples=[pb.PausedSample(**asdict(one)) for one in samples])
 
     def _unpause(self, pause_id: str) -> pb.UnpauseResponse:
         for name in [pause_id] if pause_id else list(self._pauses):

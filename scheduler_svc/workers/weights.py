@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import xxhash
-from quire.internal.v1 import worker_pb2
+from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import rollouts_pb2 as pb
 from quire.v1 import types_pb2
 
@@ -33,7 +33,7 @@ from prefix_index.index import PrefixIndex
 from scheduler_svc.core.admission.barrier import Hold, HoldMode
 from scheduler_svc.core.messages import MigrationReason
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.step_loop import ModelFacts, StepLoop, WeightsChange
+from scheduler_svc.step_loop import ModelFacts, StepLoop
 from scheduler_svc.workers import wire
 from scheduler_svc.workers.leased_worker import LeasedWorker
 from scheduler_svc.workers.worker_calls import WorkerCalls
@@ -419,7 +419,10 @@ class Weights:
         info.weight_version, info.weights_revision = record.version, record.revision
         info.weights_digest = record.weights_digest
         facts, self._info = ModelFacts(frozenset(info.eos_token_ids), wire.root_salt(info)), info
-        change = WeightsChange(record.version, record.revision, record.weights_digest, keeps_kv)
+        weights = types_pb2.WeightVersion(
+            version=record.version, revision=record.revision, weights_digest=record.weights_digest
+        )
+        change = scheduler_pb2.WeightsChange(weights=weights, keeps_kv=keeps_kv)
         num_rows = await self._step_loop.change_weights(facts, change)
         self.current = record
         await asyncio.gather(*(self._activate(link, record) for link in list(self._members.values())))

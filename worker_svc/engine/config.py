@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from request_fields.fields import SamplingParams
 from request_fields.inputs import ImageShape
-from step_protocol.types import CacheGroup, EncoderInfo, PoolingInfo
+from step_protocol.types import AnnouncedModel, CacheGroup, EncoderInfo, PoolingInfo
 
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 Dtype = Literal[ComputeDtype, "auto"]
@@ -206,39 +206,29 @@ def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{field} must be one of {', '.join(choices)}, got {value!r}")
 
 
-@dataclass(frozen=True)
-class EngineInfo:
-    """Facts about a loaded engine. They are announced at registration, and callers may rely on them."""
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo(AnnouncedModel):
+    """Facts about a loaded engine. They are announced at registration, and callers may rely on them.
 
-    model: str
-    revision: str  # hex digest of configuration, weights, dtypes, quantization; in exact mode also of `numerics`
-    max_model_len: int
-    vocab_size: int
+    `revision`: hex digest of configuration, weights, dtypes, quantization; in exact mode also of `numerics`, the kind
+    of worker: a different kind may produce different tokens.
+    """
+
     num_blocks: int
-    block_size: int
-    max_num_seqs: int
     max_num_batched_tokens: int
-    eos_token_ids: tuple[int, ...]
     default_sampling: SamplingParams  # from generation_config.json; seed 0
     dtype: ComputeDtype
     determinism: Determinism
     backend: str
-    numerics: str  # the kind of worker; a different kind may produce different tokens
-    build: str  # sources and libraries that it was built from
     quantize: Quantization | None = None
-    weights_digest: str = ""  # digest of the tensors' content; empty if no weights are loaded
     kv_cache_dtype: KvCacheDtype = "auto"  # auto: same as `dtype`
     pooling: PoolingInfo | None = None  # None: embeddings and scores are refused
-    is_encoder: bool = False  # a text is computed in one step, and nothing is generated
     images: ImageShape | None = None  # None: requests cannot have images
-    hidden_size: int = 0  # width of input embeddings that requests may carry; 0: none are accepted
-    max_adapters: int = 0  # adapters that rows may use at the same time
+    max_adapters: int = 0  # adapters that its rows may use at the same time
     attention_window: int | None = None  # a token attends to so many tokens, itself included; None: to all
     encoder: EncoderInfo | None = None  # of an encoder-decoder model
     num_snapshots: int | None = None  # of states that a worker can keep; None: the model has no recurrent layers
     snapshot_tokens: int = 0  # tokens whose keys and values have as many bytes as a snapshot
-    weight_version: int = 0  # of the last update of the weights; 0: they are those of the folder
-    weights_revision: str = ""  # what `revision` would be after a start with the updated weights; empty: `revision`
     groups: tuple[CacheGroup, ...] = ()  # beside the layers whose blocks `num_blocks` counts
     degradations: tuple[str, ...] = ()  # why it serves slower than it could
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from step_protocol.types import TensorChecksum
 from worker_svc.engine.backend import Backend, LayerBackend
-from worker_svc.engine.checkpoint.model_folder import TensorSum, tensor_sums
+from worker_svc.engine.checkpoint.model_folder import tensor_sums
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig, EngineInfo, StagedWeights
 from worker_svc.engine.cpu.backend import make_backend
@@ -37,7 +38,7 @@ class UpdatableWeights:
     _is_asleep: bool
     images: Any  # an ImageEncoder, or None
 
-    def check_update(self, files: Sequence[Path]) -> list[TensorSum]:
+    def check_update(self, files: Sequence[Path]) -> list[TensorChecksum]:
         """The tensors of the last file. Raises CheckpointError unless they fit. Any thread may call it."""
         checkpoint = Checkpoint(self._config.model_dir, files)
         return tensor_sums(files[-1], len(checkpoint.tensor_names))

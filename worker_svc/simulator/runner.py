@@ -23,11 +23,11 @@ from prefix_index.content_ids import content_ids, input_digest
 from step_protocol.columns import EMPTY, F32, I64, U32, Bools
 from step_protocol.features import BeamCandidates, LogprobColumns, PromptLogprobs
 from step_protocol.messages import RowOpen, StepBatch, StepOutput
-from step_protocol.types import CarriedInput, RowErrorCode
+from step_protocol.types import CarriedInput, RowErrorCode, TensorChecksum
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.backend import TopLogprobs
-from worker_svc.engine.checkpoint.model_folder import TensorSum, open_regular, tensor_sums
+from worker_svc.engine.checkpoint.model_folder import open_regular, tensor_sums
 from worker_svc.engine.config import EngineConfig, StagedWeights
 from worker_svc.engine.decoder.pool.block_payload import MovableBlocks
 from worker_svc.engine.row_part import RowPart
@@ -130,7 +130,7 @@ class SimRunner(StepRunner):
         output.forward_us = int((time.perf_counter() - started) * 1e6)
         return output
 
-    def check_update(self, files: Sequence[Path]) -> list[TensorSum]:
+    def check_update(self, files: Sequence[Path]) -> list[TensorChecksum]:
         """The tensors of the last file. They are compared with no model. Raises CheckpointError."""
         return tensor_sums(files[-1])
 

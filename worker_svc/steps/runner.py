@@ -10,8 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from step_protocol.columns import U32
 from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.types import TensorChecksum
 from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.checkpoint.model_folder import TensorSum
 from worker_svc.engine.config import EngineConfig, EngineInfo, StagedWeights
 from worker_svc.engine.decoder.pool.block_payload import Movable
 from worker_svc.engine.nodes import Nodes
@@ -56,7 +56,7 @@ class PipelinedRunner(Protocol):
 class UpdatableRunner(Protocol):
     """A runner whose weights can change. `activate` and `sleep` are called in the model thread, between two steps."""
 
-    def check_update(self, files: Sequence[Path]) -> list[TensorSum]: ...
+    def check_update(self, files: Sequence[Path]) -> list[TensorChecksum]: ...
     def stage(self, version: int, updates: Sequence[Path]) -> StagedWeights: ...
     def activate(self, staged: StagedWeights) -> None: ...
     def sleep(self, tags: Sequence[str]) -> None: ...

@@ -22,6 +22,7 @@ from scheduler_svc.core.features.block_moves import BlockMoves
 from scheduler_svc.core.messages import MigrationReason
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.worker_state import WorkerState
+from step_protocol.types import PausedSample
 
 
 class HoldMode(Enum):
@@ -41,15 +42,6 @@ class HoldState(Enum):
     REACHED = "reached"
 
 
-@dataclass(frozen=True, slots=True)
-class HeldSample:
-    """A sample with output that is not finished."""
-
-    request_id: str
-    index: int
-    num_output_tokens: int
-
-
 @dataclass(eq=False, slots=True)
 class Hold:
     """The hold of one holder, whose name is that of no other one."""
@@ -57,7 +49,7 @@ class Hold:
     holder: str
     mode: HoldMode
     state: HoldState = HoldState.FINISHING
-    samples: list[HeldSample] | None = None  # when it was reached
+    samples: list[PausedSample] | None = None  # when it was reached
 
     @property
     def aborts(self) -> bool:
@@ -141,7 +133,7 @@ class Barrier:
 
     # -- while it is reached ------------------------------------------------------------------------------------------
 
-    def _samples(self) -> list[HeldSample]:
+    def _samples(self) -> list[PausedSample]:
         """All samples that have output."""
         found = []
         for group in self._requests.groups.values():
@@ -149,11 +141,11 @@ class Barrier:
                 found += [self._held(seq) for seq in group.sequences if not seq.is_finished]
         return [held for held in found if held.num_output_tokens]
 
-    def _held(self, seq: Sequence) -> HeldSample:
+    def _held(self, seq: Sequence) -> PausedSample:
         output = seq.data.output
         if seq.worker_id is not None and seq.row is not None:
             output = self._workers[seq.worker_id].rows.output_tokens(seq.row)
-        return HeldSample(seq.group.request_id, seq.sample_index, len(output))
+        return PausedSample(seq.group.request_id, seq.sample_index, len(output))
 
     def retract(self, reason: MigrationReason) -> int:
         """Queue all running sequences again. Returns their number."""

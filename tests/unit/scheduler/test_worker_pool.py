@@ -472,7 +472,9 @@ async def test_a_worker_that_cannot_be_reached_gets_its_address_in_the_error(mak
 
 def test_a_worker_is_ready_for_operators_when_it_is_leased() -> None:
     """A worker says that it is ready when it has loaded its model; without a lease it serves no request."""
-    record = worker_pool.WorkerRecord("w0", 1, "127.0.0.1:1", state=types_pb2.WORKER_STATE_READY)
+    record = worker_pool.WorkerRecord(
+        "w0", 1, "127.0.0.1:1", scheduler_pb2.RegisterRequest(state=types_pb2.WORKER_STATE_READY)
+    )
     assert worker_pool._state_of(record) == types_pb2.WORKER_STATE_JOINING
     record.lost_at = 3.0
     assert worker_pool._state_of(record) == types_pb2.WORKER_STATE_LOST

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from step_protocol.types import WorkerAdapter
 from worker_svc.engine.adapters.config import AdapterError
 
 MAX_NAME_CHARS = 128
@@ -26,15 +26,6 @@ L = TypeVar("L", bound=LoadedAdapter)
 P = TypeVar("P")
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterEntry:
-    """A named adapter of a worker."""
-
-    name: str
-    path: str
-    digest: bytes
-
-
 class AdapterStore(Generic[L, P]):
     """Adapters by name in host memory, and at most `max_resident` of them packed for the backend.
 
@@ -50,19 +41,19 @@ class AdapterStore(Generic[L, P]):
         self.max_resident = max_resident
         self._max_loaded = max_loaded
         self._lock = threading.Lock()
-        self._loaded: dict[str, tuple[AdapterEntry, L]] = {}
+        self._loaded: dict[str, tuple[WorkerAdapter, L]] = {}
         self._resident: dict[bytes, P] = {}
         self._generation = 0  # incremented by `reset`; a swap that began before it has no effect
         self.num_swaps = 0  # number of times that an adapter became resident
 
-    def load(self, name: str, path: Path) -> AdapterEntry:
+    def load(self, name: str, path: Path) -> WorkerAdapter:
         """Reads an adapter from a folder. Loading the same content again changes nothing. Raises AdapterError."""
         _check_name(name)
         adapter = self._load(path)
         with self._lock:
             self._check_room(name, adapter.digest)
             if name not in self._loaded:
-                self._loaded[name] = AdapterEntry(name, str(path), adapter.digest), adapter
+                self._loaded[name] = WorkerAdapter(name, adapter.digest, str(path)), adapter
             return self._loaded[name][0]
 
     def _check_room(self, name: str, digest: bytes) -> None:
@@ -118,7 +109,7 @@ class AdapterStore(Generic[L, P]):
             self._generation += 1
             self._resident.clear()
 
-    def entries(self) -> list[AdapterEntry]:
+    def entries(self) -> list[WorkerAdapter]:
         """All loaded adapters, by name."""
         with self._lock:
             return [self._loaded[name][0] for name in sorted(self._loaded)]

@@ -6,11 +6,12 @@ import json
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import xxhash
+
+from step_protocol.types import TensorChecksum
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -62,16 +63,6 @@ RENAMED = {  # endings of names in older files, and in transformers' own fp8 fil
 
 class CheckpointError(ValueError):
     """A model folder that cannot be served. The message names the file, field or tensor and says what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSum:
-    """A tensor of an update: its type as safetensors writes it, and xxh3_64 of its bytes in hex."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    checksum: str
 
 
 def bundle_files(folder: Path) -> tuple[str, ...]:
@@ -229,7 +220,7 @@ def _check_file(path: Path, dtypes: tuple[str, ...]) -> None:
             )
 
 
-def tensor_sums(path: Path, max_tensors: int = MAX_TENSORS) -> list[TensorSum]:
+def tensor_sums(path: Path, max_tensors: int = MAX_TENSORS) -> list[TensorChecksum]:
     """The tensors of a safetensors file, by name. Raises CheckpointError."""
     found, end = [], 0
     try:
@@ -241,7 +232,9 @@ def tensor_sums(path: Path, max_tensors: int = MAX_TENSORS) -> list[TensorSum]:
                 if start != end or not start <= after <= size:
                     raise ValueError(f"tensor {name} has bytes {start} to {after}; begin at {end}, end by {size}")
                 end = after
-                found.append(TensorSum(name, entry["dtype"], tuple(entry["shape"]), _checksum(file, data, start, end)))
+                found.append(
+                    TensorChecksum(name, entry["dtype"], tuple(entry["shape"]), _checksum(file, data, start, end))
+                )
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; write it below --weights-dir of every worker") from error
     except CheckpointError:
