@@ -1,24 +1,37 @@
 """Answers of GetSchedulerStatus and GetPools.
 
-However many callers GetPools has, the core is read for the same workers at most once per MIN_INTERVAL_S.
+However many callers GetPools has, the core is read for the same workers at most once per MIN_INTERVAL_S. The size of an
+answer is bounded: of a pool with more blocks than MAX_CELLS the used blocks are shown first, as cells of several blocks
+if they are so many, and only the first rows and waiting sequences are listed.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2
 
 from prefix_index.index import PrefixIndex
+from scheduler_svc.core.block_manager import CACHED, USED, ceil_div
+from scheduler_svc.core.rows import RowTable
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.stats import OpenSequence, PoolSnapshot
+from scheduler_svc.core.stats import OpenSequence
+from scheduler_svc.core.worker_state import WorkerState
 from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.pool import WorkerPool
-from step_protocol.columns import u32_to_bytes
+from step_protocol.columns import I64, U32, u32_to_bytes
 
 MIN_INTERVAL_S = 0.2
+MAX_CELLS = 4096
+MAX_ROWS = 256
+
+U8 = npt.NDArray[np.uint8]
+Column = TypeVar("Column", U8, U32)
 
 
 def describe(
@@ -84,27 +97,57 @@ class PoolSnapshots:
     def _read(self, worker_ids: tuple[str, ...], now: float) -> scheduler_pb2.GetPoolsResponse:
         core = self._step_loop.core
         return scheduler_pb2.GetPoolsResponse(
-            pools=[_pool_to_proto(pool, now) for pool in core.pool_snapshots(worker_ids)],
+            pools=[pool_state(worker, now) for worker in core.first_workers(worker_ids)],
             waiting=[_waiting_to_proto(waiting) for waiting in core.waiting_snapshot(now)],
         )
 
 
-def _pool_to_proto(pool: PoolSnapshot, now: float) -> scheduler_pb2.PoolState:
-    message = scheduler_pb2.PoolState(
-        worker_id=pool.worker_id,
+def pool_state(worker: WorkerState, now: float) -> scheduler_pb2.PoolState:
+    """The state of this worker's pool, as cells of `blocks_per_cell` blocks, and its first rows."""
+    rows, pool = worker.rows, worker.pool
+    listed = rows.active()[:MAX_ROWS].tolist()
+    owners = np.zeros(pool.num_blocks, dtype=np.uint32)
+    for index, row in enumerate(listed):
+        owners[rows.table[row, : rows.num_blocks[row]]] = index + 1
+    states, per_cell = pool.states(), 1
+    if is_ordered := pool.num_blocks > MAX_CELLS:
+        per_cell = max(1, ceil_div(pool.num_used, MAX_CELLS))
+        order = _used_first(states, owners)[: per_cell * MAX_CELLS]
+        states, owners = states[order], owners[order]
+    return scheduler_pb2.PoolState(
+        worker_id=worker.capacity.worker_id,
         num_blocks=pool.num_blocks,
         block_size=pool.block_size,
-        blocks_per_cell=pool.blocks_per_cell,
-        num_shared=pool.num_shared,
-        is_ordered=pool.is_ordered,
-        states=pool.states.tobytes(),
-        owners=u32_to_bytes(pool.owners),
+        blocks_per_cell=per_cell,
+        num_shared=int(np.count_nonzero(pool.refs > 1)),
+        states=_cells(states, per_cell).tobytes(),
+        owners=u32_to_bytes(_cells(owners, per_cell)),
+        rows=[_row_to_proto(rows, row, now) for row in listed],
+        is_ordered=is_ordered,
     )
-    for row in pool.rows:
-        state = _sequence_to_proto(row.sequence, now - row.sequence.group.arrival, row.num_tokens)
-        state.row, state.num_computed_tokens = row.row, row.num_computed_tokens
-        state.num_blocks, state.is_prefill = row.num_blocks, row.is_prefill
-        message.rows.append(state)
+
+
+def _used_first(states: U8, owners: U32) -> I64:
+    """The blocks: used ones by owner, then cached ones, then free ones."""
+    used = np.flatnonzero(states >= USED)
+    used = used[np.argsort(owners[used].astype(np.uint16), kind="stable")]  # 16 bits: a radix sort
+    return np.concatenate((used, np.flatnonzero(states == CACHED), np.flatnonzero(states < CACHED)))
+
+
+def _cells(values: Column, per_cell: int) -> Column:
+    """The highest value of each `per_cell` consecutive ones."""
+    if per_cell == 1:
+        return values
+    missing = -len(values) % per_cell
+    highest: Column = np.pad(values, (0, missing)).reshape(-1, per_cell).max(axis=1)
+    return highest
+
+
+def _row_to_proto(rows: RowTable, row: int, now: float) -> scheduler_pb2.SequenceState:
+    sequence = rows.sequence(row)
+    message = _sequence_to_proto(sequence, now - sequence.group.arrival, int(rows.num_tokens[row]))
+    message.row, message.num_computed_tokens = row, int(rows.num_computed_tokens[row])
+    message.num_blocks, message.is_prefill = int(rows.num_blocks[row]), rows.todo_of(row) > 1
     return message
 
 

@@ -49,11 +49,9 @@ from scheduler_svc.core.sequence import FinishReason, QueueEntry, Refusal, Seque
 from scheduler_svc.core.stats import (
     Load,
     OpenSequence,
-    PoolSnapshot,
     SchedulerStats,
     WorkerStats,
     load_of,
-    pool_snapshot,
     scheduler_stats,
     slowest,
     waiting_snapshot,
@@ -553,10 +551,10 @@ class Scheduler:
         """Occupancy of one worker. The worker must have joined."""
         return worker_stats(self._workers[worker_id])
 
-    def pool_snapshots(self, worker_ids: Iterable[str] = ()) -> list[PoolSnapshot]:
-        """The blocks and rows of these workers, if they are known; without ids, of the first ones."""
+    def first_workers(self, worker_ids: Iterable[str] = ()) -> list[WorkerState]:
+        """These workers, if they are known, to be read; without ids, the first ones."""
         known = (self._workers[name] for name in worker_ids or self._workers if name in self._workers)
-        return [pool_snapshot(worker) for worker in islice(known, MAX_POOLS)]
+        return list(islice(known, MAX_POOLS))
 
     def waiting_snapshot(self, now: float) -> list[OpenSequence]:
         """The first waiting sequences."""

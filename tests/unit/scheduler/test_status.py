@@ -15,7 +15,7 @@ def test_an_answer_is_kept_for_a_moment() -> None:
     for name in ("a", "b"):
         core.add_group(make_group(10, name), 4.0)
     core.schedule(4.0)
-    core.pool_snapshots = Mock(wraps=core.pool_snapshots)  # type: ignore[method-assign]
+    core.first_workers = Mock(wraps=core.first_workers)  # type: ignore[method-assign]
     now = 5.0
     step_loop: Any = SimpleNamespace(core=core)
     snapshots = PoolSnapshots(step_loop, lambda: now)
@@ -27,6 +27,6 @@ def test_an_answer_is_kept_for_a_moment() -> None:
     assert snapshots.newest() is first
     now = 5.0 + MIN_INTERVAL_S
     assert snapshots.newest() is not first
-    assert core.pool_snapshots.call_count == 2
+    assert core.first_workers.call_count == 2
     assert [pool.worker_id for pool in snapshots.newest(["w0", "unknown"]).pools] == ["w0"]
     assert not snapshots.newest(["unknown"]).pools
