@@ -26,6 +26,8 @@ MAX_BAD_WORD_IDS = 1024  # token ids of one sequence
 MAX_LOGIT_BIAS = 100
 MAX_GRAMMAR_BYTES = 128 << 10  # size of a schema, regular expression or grammar
 GRAMMAR_FIELDS = frozenset({"json_schema", "json_object", "regex", "choice", "grammar"})  # at most one may be set
+MAX_MARKER_IDS = 16  # token ids of a marker of reasoning
+MAX_THINKING_LAST_IDS = 256
 MAX_PATTERN_SIZE = 128  # tokens; with MAX_PATTERN_COUNT it bounds the time of a check, which each token has
 MAX_PATTERN_COUNT = 32
 MAX_LOGPROBS = 128  # upper limit of --max-logprobs: a step's log probabilities must fit in one message
@@ -296,6 +298,35 @@ FIELDS = (
         "sampling.grammar", Kind.STRING, "The output matches this grammar, in llguidance's variant of Lark or in GBNF.",
         Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.REPLAYED, max_bytes=MAX_GRAMMAR_BYTES,
         http=Http("guided_grammar"), works_with_beams=False,
+    ),
+    Field(
+        "sampling.thinking_token_budget", Kind.UINT32,
+        "Tokens of reasoning after which its end marker is forced; 0 forces it at once (docs/chat.md). Unset: no "
+        "limit.",
+        Side.GATEWAY | Side.WORKER, Resume.REPLAYED, low=0, has_flag=True, works_with_beams=False,
+    ),
+    Field(
+        "sampling.thinking_start_ids", Kind.TOKEN_IDS,
+        "With thinking_end_ids: the token ids, in a row, after which reasoning begins. Empty: it begins with the "
+        "output.",
+        Side.WORKER, Resume.REPLAYED, max_items=MAX_MARKER_IDS, http=None, works_with_beams=False,
+    ),
+    Field(
+        "sampling.thinking_end_ids", Kind.TOKEN_IDS,
+        "With thinking_token_budget: token ids that end reasoning; the first one is forced. Empty: the markers are "
+        "those of the model's format.",
+        Side.GATEWAY | Side.WORKER, Resume.REPLAYED, max_items=MAX_MARKER_IDS, http=None, works_with_beams=False,
+    ),
+    Field(
+        "sampling.thinking_last_ids", Kind.TOKEN_IDS,
+        "With thinking_end_ids: token ids that are forced before the end id.",
+        Side.WORKER, Resume.REPLAYED, max_items=MAX_THINKING_LAST_IDS, http=None, works_with_beams=False,
+    ),
+    Field(
+        "sampling.thinking_repeats", Kind.BOOL,
+        "With thinking_start_ids: reasoning begins anywhere in the output, and again after its end; the budget is that "
+        "of all of it. False: it begins with one of the first tokens, once.",
+        Side.WORKER, Resume.REPLAYED, http=None, works_with_beams=False,
     ),
     Field(
         "sampling.speculative", Kind.BOOL,

@@ -14,7 +14,7 @@ from typing import Any
 from request_fields.fields import SamplingParams
 from request_fields.grammar import Grammar
 from step_protocol.columns import EMPTY, F32, NO_FLOATS, U32, Bools, HasParts, Part
-from step_protocol.features import LogprobColumns
+from step_protocol.features import LogprobColumns, ThinkingBudget
 from step_protocol.types import CarriedInput, EncoderInput, Pooling, RowError
 
 
@@ -77,6 +77,7 @@ class RowOpen:
     banned_before: int = 0
     rules: TokenRules = NO_RULES
     grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
     logprobs: int | None = None  # number of most likely tokens to return with each sampled token; None: no logprobs
     prompt_logprobs: int | None = None  # the same for prompt tokens that follow computed tokens
     processed_logprobs: bool = False  # log probabilities of the distribution that output tokens are drawn from

@@ -27,7 +27,7 @@ from step_protocol.columns import (
     u32_from_bytes,
     u32_to_bytes,
 )
-from step_protocol.features import ANSWER_PARTS, STEP_PARTS, LogprobColumns
+from step_protocol.features import ANSWER_PARTS, STEP_PARTS, LogprobColumns, ThinkingBudget
 from step_protocol.messages import NO_RULES, ImageSpan, RowOpen, StepBatch, StepOutput, TokenRules
 from step_protocol.types import (
     POOLING_KINDS,
@@ -185,7 +185,8 @@ def _row_open(field: str, message: worker_pb2.RowOpen) -> RowOpen:
         banned_ids=u32_from_bytes(message.banned_ids, f"{field}.banned_ids"),
         banned_before=message.banned_before,
         rules=_rules(message),
-        grammar=_grammar(field, message.sampling),
+        grammar=_grammar(field, sampling),
+        thinking=_thinking(sampling),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         processed_logprobs=sampling.logprobs_mode == types_pb2.LOGPROBS_MODE_PROCESSED,
@@ -242,6 +243,18 @@ def _grammar(field: str, sampling: types_pb2.SamplingParams) -> Grammar | None:
         return grammar_of(sampling) if has_grammar(sampling) else None
     except FieldError as error:
         raise WireError(f"{field}.{error}", f"{field}.{error.field}") from None
+
+
+def _thinking(sampling: types_pb2.SamplingParams) -> ThinkingBudget | None:
+    if not sampling.thinking_end_ids or not sampling.HasField("thinking_token_budget"):
+        return None
+    return ThinkingBudget(
+        num_tokens=sampling.thinking_token_budget,
+        start_ids=np.array(sampling.thinking_start_ids, np.uint32),
+        end_ids=np.array(sampling.thinking_end_ids, np.uint32),
+        last_ids=np.array(sampling.thinking_last_ids, np.uint32),
+        repeats=sampling.thinking_repeats,
+    )
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------

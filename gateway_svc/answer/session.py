@@ -20,12 +20,12 @@ from gateway_svc.request.prompts.reader import PromptInput
 from gateway_svc.request.tools import AnswerPlan, answer_plan, read_tools
 from gateway_svc.text.chat_output import AnswerPiece, Item, ItemKind, items_of
 from gateway_svc.text.stop_strings import StoppedText, StopStrings
-from request_fields.fields import GRAMMAR_FIELDS
+from request_fields.fields import GRAMMAR_FIELDS, fields_of
 
 # Fields of a turn, not of its session.
 OWN_SAMPLING = (
     "n", "best_of", "beam_width", "length_penalty", "early_stopping", "num_forced_tokens", "logits_digests",
-    "logprobs_mode",
+    "logprobs_mode", *(name for name in fields_of("sampling") if name.startswith("thinking_")),
 )  # fmt: skip
 OWN_STOP = ("max_tokens", "min_tokens")
 CHAT_SETTINGS = ("tools_json", "template_kwargs_json", "chat_template", "parallel_tool_calls")

@@ -101,7 +101,6 @@ UNSERVED = (
     BodyField("return_tokens_as_token_ids", only=(False,)),
     BodyField("spaces_between_special_tokens", only=(True,)),
     BodyField("detokenize", only=(True,)),
-    BodyField("thinking_token_budget", only=()),
 )
 TEMPLATE = (
     BodyField(
@@ -120,7 +119,7 @@ TEMPLATE = (
     BodyField(
         "reasoning_effort",
         doc="Passed to the chat template: none, minimal, low, medium, high or xhigh. `none` also sets the variable "
-        "`enable_thinking` to false.",
+        "`enable_thinking` to false. It is also a thinking budget ([chat.md](chat.md)).",
     ),
 )
 TOOLS = (
@@ -256,7 +255,7 @@ RESPONSES = (
     BodyField("tool_choice", doc='`none`, `auto`, `required` or `{"type": "function", "name": ...}`.'),
     BodyField("parallel_tool_calls", doc="false: at most one call."),
     BodyField("text", doc="`format`: text, json_object or json_schema."),
-    BodyField("reasoning", doc="`effort` is passed to the chat template as `reasoning_effort`."),
+    BodyField("reasoning", doc="`effort` is that of `reasoning_effort` in `/v1/chat/completions`."),
     BodyField("max_output_tokens", "stop.max_tokens"),
     *(row for row in SAMPLING if row.name not in ("n", "best_of", "max_tokens", "max_completion_tokens")),
     BodyField("include", doc="`message.output_text.logprobs`: log probabilities. Other values have no effect."),
@@ -283,10 +282,14 @@ COUNT_TOKENS = (
     BodyField("system", doc="A system message: a string or blocks of text."),
     BodyField("tools", doc="Tools of the client. Tools of other types are ignored and listed in `x-ignored-fields`."),
     BodyField("tool_choice", doc="Type `auto`, `any`, `none` or `tool` with a `name`; `disable_parallel_tool_use`."),
-    BodyField("thinking", doc="Type `enabled`, `adaptive` or `disabled` is the template's variable `enable_thinking`."),
+    BodyField(
+        "thinking",
+        doc="Type `enabled`, `adaptive` or `disabled` is the template's variable `enable_thinking`; `budget_tokens`, 0 "
+        "with `disabled`, is its variable `thinking_budget` and a thinking budget ([chat.md](chat.md)).",
+    ),
     BodyField(
         "output_config",
-        doc="`effort` is passed to the chat template as `reasoning_effort`; `format`: a JSON Schema of the answer.",
+        doc="`effort` is that of `reasoning_effort` in `/v1/chat/completions`; `format`: a JSON Schema of the answer.",
     ),
 )
 MESSAGES = (

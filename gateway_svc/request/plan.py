@@ -11,7 +11,7 @@ from quire.internal.v1 import inputs_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.request import encoder
+from gateway_svc.request import encoder, thinking
 from gateway_svc.request.encoder import EncoderPlan
 from gateway_svc.request.field_errors import FieldErrors, check_token_ids, invalid
 from gateway_svc.request.models import ServedModel
@@ -21,7 +21,7 @@ from gateway_svc.request.resume import resume_plan
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
 from gateway_svc.request.threads import Lane
 from gateway_svc.request.tools import AnswerPlan, answer_grammar, answer_plan
-from request_fields.grammar import Grammar
+from request_fields.grammar import Grammar, GrammarKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,9 @@ def plan_generation(
     else:
         max_tokens = encoder.resolve_max_tokens(stop, len(ids), start, model)
         encoder.check_output(request.output)
+    is_plain = grammar is None or grammar.kind is GrammarKind.LARK  # another grammar has no reasoning
+    if replay is None and is_plain and thinking.may_have_budget(request, model):
+        thinking.set_budget(request, model, prompt.tools, ids, max_tokens)
     sampling = sampling_plan(request, model, max_tokens, grammar, drawn_seed=drawn_seed)
     continues = request.HasField("continuation") or replay is not None or sampling.params.HasField("best_of")
     encoder_plan = None if start is None else encoder.encoder_plan(len(ids), max_tokens, start, grammar, model)

@@ -133,7 +133,7 @@ def answer_plan(
         format,
         tools.schemas,
         is_parallel=_is_parallel(chat),
-        is_reasoning_begun=_is_reasoning_begun(chat, format, model.text.tokenizer, prompt_ids),
+        is_reasoning_begun=is_reasoning_begun(chat, format, model.text.tokenizer, prompt_ids),
         num_earlier_calls=sum(len(message.tool_calls) for message in chat.messages),
         must_call=must_call(chat),
     )
@@ -167,7 +167,7 @@ def answer_grammar(
     schemas = (*_schemas_of(tools, constrained), *shared)
     _check_schemas(schemas)
     tokenizer = model.require_tokenizer(CHAT)
-    is_begun = _is_reasoning_begun(chat, format, tokenizer, prompt_ids)
+    is_begun = is_reasoning_begun(chat, format, tokenizer, prompt_ids)
     try:
         text = tool_grammar(format, rules, tokenizer.token_id, is_reasoning_begun=is_begun)
     except GrammarError as error:
@@ -189,7 +189,7 @@ def _framed(
         return content
     format = ChatFormat(model.chat_format(chat.chat_template, has_tools=False).reasoning)
     tokenizer = model.require_tokenizer(CHAT)
-    is_begun = _is_reasoning_begun(chat, format, tokenizer, prompt_ids)
+    is_begun = is_reasoning_begun(chat, format, tokenizer, prompt_ids)
     if format.reasoning is None or not (is_begun or format.reasoning.after):
         return content
     _check_schemas(content.schemas)
@@ -238,7 +238,7 @@ def _is_parallel(chat: pb.Chat) -> bool:
     return chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True
 
 
-def _is_reasoning_begun(chat: pb.Chat, format: ChatFormat, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
+def is_reasoning_begun(chat: pb.Chat, format: ChatFormat, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
     """Whether the prompt ends inside reasoning: with the start marker, or in a final message that is continued."""
     if format.reasoning is None:
         return False

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway_svc.text.chat_output import ChatFormat
-from gateway_svc.text.reasoning import REASONING_FORMATS, REASONING_PARSERS, ReasoningFormat
+from gateway_svc.text.reasoning import REASONING_FORMATS, REASONING_PARSERS, ReasoningFormat, ThinkingSettings
 from gateway_svc.text.tool_formats import TOOL_FORMATS, TOOL_PARSERS, ToolFormat
 
 AUTO, NONE = "auto", "none"
+NO_SETTINGS = ThinkingSettings()
 
 
 class ParserNameError(ValueError):
@@ -37,13 +38,17 @@ class ParserNames:
 
     tools: Mapping[str, str]
     reasoning: Mapping[str, str]
+    thinking: ThinkingSettings = NO_SETTINGS
 
     @classmethod
-    def from_flags(cls, tools: Sequence[str], reasoning: Sequence[str]) -> ParserNames:
-        """Each flag is NAME or MODEL=NAME. Raises ParserNameError."""
+    def from_flags(
+        cls, tools: Sequence[str], reasoning: Sequence[str], thinking: ThinkingSettings = NO_SETTINGS
+    ) -> ParserNames:
+        """The flags of parsers are NAME or MODEL=NAME. Raises ParserNameError."""
         return cls(
             _by_model("--tool-parser", tools, TOOL_PARSERS),
             _by_model("--reasoning-parser", reasoning, REASONING_PARSERS),
+            thinking,
         )
 
     def format_of(self, model: str, detected: ChatFormat) -> ChatFormat:

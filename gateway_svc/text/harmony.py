@@ -109,4 +109,5 @@ class _HarmonyMessages:
     def _skip_end(self, marker: str) -> Steps:
         if marker in ENDS:
             self._reader.skip((yield from self._reader.space_end()) + len(marker))
+            self._reader.is_reasoning = False
             yield from self._reader.skip_space()

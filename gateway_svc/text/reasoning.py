@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from gateway_svc.text.answer import AnswerReader, ItemKind, Steps
 from gateway_svc.text.harmony import MARKERS, read_harmony
 from gateway_svc.text.tool_formats import OPENAI, ToolFormat
 
+# Tokens of reasoning by effort, as in Gemini's OpenAI API; no limit for the others.
+BUDGETS: Mapping[str, int] = {"none": 0, "minimal": 512, "low": 1024, "medium": 8192, "high": 24576}
 MARKER = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingSettings:
+    """The operator's rules of thinking budgets, for all models."""
+
+    budgets: Mapping[str, int | None] = field(default_factory=dict)  # by effort, in place of those of the format
+    end_text: str = ""  # forced before the end marker
+    answer_tokens: int = 0  # tokens of max_tokens that stay for the answer
+
+
+@dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The markers around reasoning. `aliases`: other names, which vLLM uses."""
+    """The markers around reasoning. `aliases`: other names, which vLLM uses. `budgets`: tokens of reasoning by effort,
+    for models that do not know how much an effort is. `repeats`: an answer may have reasoning several times."""
 
     name: str
     models: str
@@ -22,6 +35,8 @@ class ReasoningFormat:
     end: str
     aliases: tuple[str, ...] = ()
     after: str = ""  # text between reasoning and the rest of an answer
+    budgets: Mapping[str, int] = field(default_factory=lambda: BUDGETS, hash=False)
+    repeats: bool = False
 
     @property
     def word(self) -> str:
@@ -85,6 +100,8 @@ GPT_OSS = HarmonyReasoning(
     "<|channel|>analysis<|message|>",
     "<|end|>",
     after="<|start|>assistant",
+    budgets={"none": 0},  # its template tells the model the effort
+    repeats=True,
 )
 COHERE = ReasoningFormat("cohere", "Command A", "<|START_THINKING|>", "<|END_THINKING|>", ("cohere_command3",))
 GEMMA4 = ReasoningFormat("gemma4", "Gemma 4", "<|channel>thought", "<channel|>")

@@ -13,6 +13,7 @@ from step_protocol.features.pooling import *  # noqa: F403
 from step_protocol.features.pooling import PooledRows
 from step_protocol.features.snapshots import *  # noqa: F403
 from step_protocol.features.snapshots import TakenSnapshots
+from step_protocol.features.thinking import *  # noqa: F403
 
 STEP_PARTS: tuple[type[Part], ...] = (BeamMoves, ImageSteps, TakenSnapshots)
 ANSWER_PARTS: tuple[type[Part], ...] = (PromptLogprobs, BeamCandidates, PooledRows)

@@ -73,6 +73,14 @@ PARAMETERS = (
     Parameter("adapter", lambda rng, _: {"adapter": ADAPTER}),
     Parameter("skip_special_tokens", lambda rng, _: {"skip_special_tokens": False}),
     Parameter("repetition_detection", lambda *_: {"repetition_detection": {"max_pattern_size": 3, "min_count": 2}}),
+    Parameter(
+        "thinking_token_budget",
+        lambda rng, v: {
+            "thinking_token_budget": rng.randint(0, 40),
+            "thinking_end_ids": _ids(rng, v, 2),
+            "thinking_last_ids": _ids(rng, v, 3),
+        },
+    ),
 )
 # The other options, with the reason why the workload does not draw them from the table above.
 NOT_DRAWN = {
@@ -99,6 +107,10 @@ NOT_DRAWN = {
     "receipt": "tests/processes/test_receipts.py checks receipts by computing the answers again",
     "num_forced_tokens": "needs requests whose prompt ends with the output of another (test_rollouts.py)",
     "speculative": "changes no token",
+    **dict.fromkeys(
+        ("thinking_start_ids", "thinking_end_ids", "thinking_last_ids", "thinking_repeats"),
+        "of a request with thinking_token_budget; tests/processes/test_thinking.py kills a worker under it",
+    ),
 }
 GRAMMARS = {"json_schema", "regex", "grammar", "choice"}  # a request has at most one of them
 CLASHES = {"stop_token_ids": {"min_tokens"}, "min_tokens": {"stop_token_ids", *GRAMMARS}, "bad_words": GRAMMARS}

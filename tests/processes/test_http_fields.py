@@ -136,6 +136,7 @@ EFFECTS: Mapping[str, Effect] = {
     "min_tokens": Effect(9, {"allowed_token_ids": [5, 6, 7], "stop_token_ids": [5, 6]}),
     "stop": Effect(words_of),
     "stop_token_ids": Effect([5], TWO_IDS),
+    "thinking_token_budget": Effect(5, status=400),
     "repetition_detection": Effect({"max_pattern_size": 3, "min_count": 4}, TWO_IDS),
     "ignore_eos": Effect(True),
     "include_stop_str_in_output": Effect(True, {"stop": ["o", "e", "a"]}),

@@ -78,6 +78,7 @@ PARAMETERS: tuple[dict[str, Any], ...] = (
     {"regex": "[a-f]{3,9}-[0-9]{2}", "ignore_eos": False},
     {"stop": ["e"], "bad_words": ["the", "is"]},
     {"max_tokens": 80, "temperature": 0.9},
+    {"temperature": 1.0, "thinking_token_budget": 7, "thinking_end_ids": [9], "thinking_last_ids": [5, 8]},
 )
 
 
@@ -191,6 +192,7 @@ OTHER_PARAMETERS: dict[str, tuple[Any, ...]] = {
         {"allowed_token_ids": [5]}, {"n": 0}, {"n": 10**9}, {"n": 1e30}, {"best_of": 4}, {"beam_width": 4},
         {"length_penalty": 2.0}, {"early_stopping": 2}, {"logits_digests": False}, {"num_forced_tokens": NUM_PROMPT},
         {"regex": "[a-f]{3}"}, {"bad_words": ["the"]}, {"unknown": 1},
+        {"thinking_token_budget": 3, "thinking_end_ids": [9]}, {"thinking_end_ids": [1 << 20]},
     ),
     "stop": (
         {"max_tokens": 3}, {"max_tokens": 30}, {"max_tokens": None}, {"max_tokens": -1}, {"min_tokens": 30},

@@ -105,6 +105,7 @@ TOOLS = json.dumps(
 PARSED: Json = {"parseChat": True}
 CALLING: Json = {"sampling": sampled(), "stop": {"maxTokens": 120, "ignoreEos": False}, "output": PARSED}
 EXACT: Json = {"scheduling": {"determinism": "DETERMINISM_EXACT"}}
+THINKING: Json = {"thinkingTokenBudget": 4, "thinkingEndIds": [6], "allowedTokenIds": [5]}
 BEAMS: Json = {"temperature": None, "beamWidth": 3, "n": 3}
 
 
@@ -174,6 +175,13 @@ GENERATE: Mapping[str, Effect] = {
         {"sampling": {"bannedTokenIds": [5]}}, sampling={"allowedTokenIds": [5, 6], "logitBias": {"5": 100}}
     ),
     "SamplingParams.bad_words": effect({"sampling": {"badWords": ["no", "account", "a", "process"]}}),
+    "SamplingParams.thinking_token_budget": effect({"sampling": {"thinkingTokenBudget": 2}}, sampling=THINKING),
+    "SamplingParams.thinking_start_ids": effect({"sampling": {"thinkingStartIds": [5]}}, sampling=THINKING),
+    "SamplingParams.thinking_end_ids": effect({"sampling": {"thinkingEndIds": [7]}}, sampling=THINKING),
+    "SamplingParams.thinking_last_ids": effect({"sampling": {"thinkingLastIds": [7]}}, sampling=THINKING),
+    "SamplingParams.thinking_repeats": effect(
+        {"sampling": {"thinkingRepeats": True}}, sampling={**THINKING, "thinkingStartIds": [5]}
+    ),
     "SamplingParams.best_of": effect({"sampling": {"bestOf": 4}}, sampling=sampled()),
     "SamplingParams.beam_width": effect({"sampling": BEAMS}, sampling={"n": 3}),
     "SamplingParams.length_penalty": effect({"sampling": {"lengthPenalty": -5}}, sampling=BEAMS),

@@ -36,6 +36,13 @@ REQUESTS: list[dict[str, Any]] = [
     {"seed": 5, "allowed_token_ids": FEW, "adapter": "lora"},
     {"seed": 4, "allowed_token_ids": FEW, "logit_bias": {5: 4.0, 6: -2.0}, "stop_token_ids": [6], "min_tokens": 30},
     {"seed": 6, "allowed_token_ids": FEW, "min_tokens": 70, "repetition_detection": REPETITION},
+    {
+        "seed": 7,
+        "allowed_token_ids": FEW,
+        "thinking_token_budget": 61,
+        "thinking_end_ids": [9],
+        "thinking_last_ids": [5, 8],
+    },
 ]
 
 
@@ -78,7 +85,8 @@ async def test_answers_are_those_without_drafts_also_after_a_kill(tmp_path: Path
         async with await stack.connect(gateway) as client:
             plain = [await answer(client, fields, speculative=False) for fields in REQUESTS]
             assert num_drafts() == 0
-            assert [reason for _, reason, _ in plain[-1]] == [FinishReason.REPETITION]
+            assert [reason for _, reason, _ in plain[-2]] == [FinishReason.REPETITION]
+            assert [tokens[61:64] for tokens, _, _ in plain[-1]] == [(5, 8, 9)]
             drafted: list[float] = []
             running = [asyncio.create_task(answer(client, fields, speculative=None)) for fields in REQUESTS]
             async with client.stream(token_ids=PROMPT, max_tokens=160, ignore_eos=True, **REQUESTS[1]) as stream:

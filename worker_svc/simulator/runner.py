@@ -337,6 +337,8 @@ class SimRunner(StepRunner):
             ends[line] &= eos is not None and logits[eos] > -np.inf
         if eos is not None:
             token_ids[ends] = eos
+        for line, token_id in {} if masks is None else masks.forced.items():
+            token_ids[line] = token_id
         return token_ids
 
     def _processed(self, selected: ProcessedRows | None, masks: RowMasks | None) -> Iterator[tuple[int, F32]]:

@@ -13,6 +13,7 @@ from gateway_svc.http import fields
 from gateway_svc.http.fields import ignored_names, invalid, path_names, set_parameters, shown
 from gateway_svc.http.openai.bodies import body_of, model_name
 from gateway_svc.http.openai.chat import EFFORTS, TOOL_CHOICES, flag, image_part, set_parts, text
+from request_fields.fields import MAX_UINT32
 
 Json = dict[str, Any]
 
@@ -60,7 +61,7 @@ def _parsed(body: Mapping[str, Any], rows: tuple[fields.BodyField, ...]) -> Mess
     _add_messages(chat, body.get("messages"))
     ignored, names = _set_tools(chat, body.get("tools"))
     _set_choice(chat, body.get("tool_choice"))
-    ignored += _set_variables(chat, body)
+    _set_variables(chat, body)
     _set_format(request, body)
     return MessagesBody(
         request=request,
@@ -200,8 +201,8 @@ def _set_choice(chat: pb.Chat, choice: Any) -> None:
         chat.parallel_tool_calls = False
 
 
-def _set_variables(chat: pb.Chat, body: Mapping[str, Any]) -> list[str]:
-    """Set the variables of templates for `thinking` and the effort. Returns the names of fields without an effect."""
+def _set_variables(chat: pb.Chat, body: Mapping[str, Any]) -> None:
+    """Set the variables of templates for `thinking` and the effort. They are also a thinking budget."""
     variables: Json = {}
     thinking = _object(body, "thinking")
     if thinking:
@@ -209,6 +210,12 @@ def _set_variables(chat: pb.Chat, body: Mapping[str, Any]) -> list[str]:
         if not isinstance(kind, str) or kind not in THINKING:
             raise invalid("thinking.type", f"is {shown(kind)}; must be one of {', '.join(THINKING)}")
         variables["enable_thinking"] = THINKING[kind]
+        budget = thinking.get("budget_tokens") if THINKING[kind] else 0
+        if budget is not None:
+            if type(budget) is not int or not 0 <= budget <= MAX_UINT32:
+                words = f"is {shown(budget)}; must be a number of tokens from 0 to {MAX_UINT32}"
+                raise invalid("thinking.budget_tokens", words)
+            variables["thinking_budget"] = budget
     effort = _object(body, "output_config").get("effort")
     if effort is not None:
         if effort not in (*EFFORTS, "max"):
@@ -216,7 +223,6 @@ def _set_variables(chat: pb.Chat, body: Mapping[str, Any]) -> list[str]:
         variables["reasoning_effort"] = EFFORTS[-1] if effort == "max" else effort
     if variables:
         chat.template_kwargs_json = json.dumps(variables)
-    return ["thinking.budget_tokens"] if "budget_tokens" in thinking else []
 
 
 def _set_format(request: pb.GenerateRequest, body: Mapping[str, Any]) -> None:

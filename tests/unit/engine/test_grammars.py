@@ -13,6 +13,7 @@ from quire_client.demo import demo_model_dir
 from tokenizers import Tokenizer
 
 from request_fields.grammar import Grammar, GrammarKind, regex_of_choice
+from step_protocol.features import ThinkingBudget
 from step_protocol.messages import RowOpen, TokenRules
 from step_protocol.types import RowErrorCode
 from tests.unit.engine.driver import Driver, Row, seeded, u32
@@ -20,6 +21,7 @@ from tests.unit.engine.models import make_model
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
 from worker_svc.engine.sampling.grammars import RowGrammars, RowMasks, compiled_grammars
+from worker_svc.engine.sampling.masking import apply_masks
 
 EOS = (2, 0)
 VOCAB = 2048
@@ -77,10 +79,12 @@ class Histories:
         self.tokens = np.zeros((4, 400), np.uint32)
         self.table = RowGrammars(compiled, self.tokens, VOCAB)
 
-    def open(self, row: int, grammar: Grammar, output: list[int]) -> None:
+    def open(
+        self, row: int, grammar: Grammar | None, output: list[int], thinking: ThinkingBudget | None = None
+    ) -> None:
         self.extend(row, output)
         none = u32()
-        self.table.open(RowOpen(row, none, len(PROMPT), none, 0, seeded(0), 0, grammar=grammar))
+        self.table.open(RowOpen(row, none, len(PROMPT), none, 0, seeded(0), 0, grammar=grammar, thinking=thinking))
 
     def extend(self, row: int, output: list[int]) -> None:
         self.tokens[row, : len(PROMPT) + len(output)] = PROMPT + output
@@ -111,6 +115,31 @@ def test_the_state_after_each_token_equals_the_state_after_a_replay(name: str) -
         if output[-1] in EOS:
             return
     assert name != "choice", "the output did not end"
+
+
+def test_a_budget_forces_its_end_where_a_grammar_allows_it() -> None:
+    first, allowed, other = [ord(char) - 33 + 3 for char in "abx"]
+    histories, grammar = Histories(), Grammar(GrammarKind.REGEX, "ab*")
+    rules = [ThinkingBudget(1, u32(), u32(end), u32(), repeats=False) for end in (allowed, other)]
+    for row, (one, rule) in enumerate(((grammar, rules[0]), (grammar, rules[1]), (None, rules[1]))):
+        histories.open(row, one, [first, first], rule)
+    assert histories.table.start(np.array([2]), np.array([len(PROMPT)])) is None
+    found = histories.masks({0: 1, 1: 1, 2: 1})
+    assert (found.lines.tolist(), found.failures) == ([0, 1], {})
+    assert found.forced == {0: allowed, 2: other}
+    logits = torch.zeros(3, VOCAB)
+    logits[2, other] = -torch.inf
+    apply_masks(logits, found, EOS, has_rules=True)
+    kept = [set(np.flatnonzero(row > -np.inf).tolist()) for row in logits.numpy()]
+    assert (kept[0], kept[2]) == ({allowed}, {other})
+    assert allowed in kept[1]
+    assert other not in kept[1]
+
+
+def test_a_budget_with_an_unknown_id_is_refused() -> None:
+    rule = ThinkingBudget(1, u32(), u32(VOCAB), u32(), repeats=False)
+    item = RowOpen(0, u32(), 1, u32(), 0, seeded(0), 0, thinking=rule)
+    assert Histories().table.refusal(item) == f"a thinking budget has id {VOCAB}; ids must be below {VOCAB}"
 
 
 def test_a_row_whose_history_was_replaced_is_replayed() -> None:

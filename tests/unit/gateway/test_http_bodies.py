@@ -61,6 +61,7 @@ WITHOUT_BODY_FIELD = {
     "output.parse_chat",
     "scheduling.determinism",
     "scheduling.tenant_id",
+    *(f"sampling.thinking_{name}" for name in ("start_ids", "end_ids", "last_ids", "repeats")),
 }
 
 

@@ -257,6 +257,13 @@ async def test_an_error_in_a_stream_is_its_last_event() -> None:
         ({"tool_choice": {"type": []}}, "tool_choice must have a type"),
         ({"thinking": {"type": []}}, "thinking.type is a list"),
         ({"thinking": True}, "thinking is true"),
+        *(
+            (
+                {"thinking": {"type": "enabled", "budget_tokens": value}},
+                "thinking.budget_tokens is .*; must be a number",
+            )
+            for value in (-1, 1.5, True, "many", 2**32, [])
+        ),
         ({"output_config": {"effort": "some"}}, "output_config.effort is 'some'"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format must be"),
         ({"stop_sequences": [""]}, "stop_sequences"),
@@ -277,5 +284,6 @@ def test_what_has_no_effect_is_listed() -> None:
     server_tool = {"type": "web_search_20250305", "name": "web_search"}
     body = {**ASKED, "thinking": thinking, "tools": [server_tool], "container": "c"}
     found = messages_request(json.dumps(body).encode())
-    assert found.ignored == ("container", "tools.web_search_20250305", "thinking.budget_tokens")
-    assert json.loads(found.request.prompt.chat.template_kwargs_json) == {"enable_thinking": True}
+    assert found.ignored == ("container", "tools.web_search_20250305")
+    variables = json.loads(found.request.prompt.chat.template_kwargs_json)
+    assert variables == {"enable_thinking": True, "thinking_budget": 1024}

@@ -37,15 +37,15 @@ class DeviceMasks(DevicePart):
         self._group, self._first_id = group, group.vocab_part(vocab_size).start
 
     def before(self, step: DeviceStep) -> None:
-        step.ends_at_logits |= self._grammars.has_any(step.plan.sampling_rows)
+        step.ends_at_logits |= self._grammars.has_any(step.plan.sampling_rows, step.plan.sampled_positions)
 
     def process(self, step: DeviceStep, logits: DeviceLogits) -> None:
         """While the device computes the forward pass. It needs the tokens of all earlier steps."""
-        rows = step.plan.sampling_rows
-        if not self._grammars.has_any(rows):
+        rows, positions = step.plan.sampling_rows, step.plan.sampled_positions
+        if not self._grammars.has_any(rows, positions):
             return
         self._settle()
-        pending = self._grammars.start(rows, step.plan.sampled_positions)
+        pending = self._grammars.start(rows, positions)
         if pending is None:
             return
         masks = pending.result()

@@ -88,7 +88,7 @@ def add_tables(
     tables.beams.asks = lambda item: item.num_candidates
     tables.pooling.asks = lambda item: item.pooling is not None or not generates
     if tables.grammars is not None:
-        tables.grammars.asks = lambda item: item.grammar is not None
+        tables.grammars.asks = lambda item: item.grammar is not None or item.thinking is not None
     if tables.adapters is not None:
         tables.adapters.asks = lambda item: item.adapter
     if tables.encoders is not None:
@@ -113,8 +113,8 @@ def _max_samples(encoder: EncoderInfo | None) -> int:
 
 
 NO_GRAMMARS = Unsupported(
-    lambda item: item.grammar is not None,
-    "this worker's model folder has no tokenizer.json, so it cannot apply a grammar",
+    lambda item: item.grammar is not None or item.thinking is not None,
+    "this worker's model folder has no tokenizer.json, so it cannot apply a grammar or a thinking budget",
 )
 NO_ADAPTERS = Unsupported(lambda item: item.adapter, "this worker computes no adapters")
 NO_ENCODER = Unsupported(

@@ -1,4 +1,5 @@
-"""Grammars of rows: which token ids may follow a row's output. llguidance matches; this module keeps the matchers.
+"""Grammars and thinking budgets of rows: which token ids may follow a row's output. llguidance matches; this module
+keeps the matchers.
 
     open      the grammar is compiled in a thread, or taken from the cache, and the row's output so far is replayed
     start     before a step's forward pass: a thread consumes new tokens and computes the masks while the pass runs
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 from request_fields.grammar import Grammar
 from step_protocol.columns import EMPTY, I64, U32, Bools
+from step_protocol.features import ThinkingBudget
 from step_protocol.messages import RowOpen
 from step_protocol.types import RowError, RowErrorCode
 from worker_svc.engine.kernels.machine import available_cores
@@ -93,18 +95,28 @@ class CompiledGrammars:
 
 @dataclass(slots=True)
 class _RowGrammar:
-    """The grammar of an open row. A thread may still be passing the newest `consumed` tokens to `matcher`."""
+    """The grammar of an open row, or its thinking budget, or both. A thread may still be passing the newest `consumed`
+    tokens to `matcher`."""
 
-    compiled: Future[LLMatcher]
+    compiled: Future[LLMatcher] | None
     prompt_len: int
     eos_token_ids: frozenset[int]
+    thinking: ThinkingBudget | None = None
     matcher: LLMatcher | None = None
     consumed: U32 = field(default_factory=lambda: EMPTY)  # output tokens
     is_ended: bool = False  # by EOS; steps that were sent before the scheduler received EOS may follow
 
+    def asks_at(self, position: int) -> bool:
+        """Whether the token at this sequence position may be constrained."""
+        return self.compiled is not None or (
+            self.thinking is not None and position - self.prompt_len in self.thinking.positions
+        )
+
     def advance(self, token_ids: list[int]) -> LLMatcher:
         """Returns the matcher after it consumed these tokens. Raises UnusableGrammarError."""
         if self.matcher is None:
+            if self.compiled is None:
+                raise UnusableGrammarError("the row has none")
             self.matcher = self.compiled.result().deep_copy()
         for token_id in token_ids:
             if not self.is_ended and not self.matcher.consume_token(token_id):
@@ -120,6 +132,7 @@ class RowMasks:
     lines: I64  # [P] indices into the logits; ascending
     is_banned: Bools  # [P, vocab]
     failures: dict[int, str]  # line -> why its grammar failed
+    forced: dict[int, int] = field(default_factory=dict)  # line -> the only token that its thinking budget allows
 
     def errors(self, rows: I64) -> list[RowError]:
         """The errors of failed rows; `rows` [S] are the rows of the logits."""
@@ -159,17 +172,32 @@ class RowGrammars(SomeRows[_RowGrammar]):
         self._executor: LLExecutor | None = None  # made for the first mask
 
     def _state_of(self, item: RowOpen) -> _RowGrammar | None:
-        if item.grammar is None:
+        if item.grammar is None and item.thinking is None:
             return None
-        return _RowGrammar(self._compiled.get(item.grammar), item.prompt_len, self._compiled.eos_token_ids)
+        compiled = None if item.grammar is None else self._compiled.get(item.grammar)
+        return _RowGrammar(compiled, item.prompt_len, self._compiled.eos_token_ids, item.thinking)
 
-    def has_any(self, rows: I64) -> bool:
-        """Whether any of these rows has a grammar."""
-        return bool(self.in_use) and not self.in_use.keys().isdisjoint(rows.tolist())
+    def refusal(self, item: RowOpen) -> str | None:
+        """The error in the ids of a thinking budget; None if they are valid."""
+        found = item.thinking
+        if found is None:
+            return None
+        highest = int(max(ids.max(initial=0) for ids in (found.start_ids, found.end_ids, found.last_ids)))
+        is_known = highest < self._vocab_size
+        return None if is_known else f"a thinking budget has id {highest}; ids must be below {self._vocab_size}"
+
+    def has_any(self, rows: I64, positions: I64) -> bool:
+        """Whether any of these rows may be constrained at its position."""
+        return bool(self.in_use and self._asking(rows, positions))
+
+    def _asking(self, rows: I64, positions: I64) -> list[int]:
+        """Indices of the rows that may be constrained at these positions."""
+        pairs = enumerate(zip(rows.tolist(), positions.tolist(), strict=True))
+        return [i for i, (row, at) in pairs if (state := self.in_use.get(row)) is not None and state.asks_at(at)]
 
     def num_valid(self, row: int, num_tokens: int, drafts: list[int]) -> int:
         """How many of these tokens may follow the known tokens of the row, without an end of the output."""
-        if row not in self.in_use:
+        if row not in self.in_use or self.in_use[row].compiled is None:
             return len(drafts)
         state, new = self._take_new(row, num_tokens)
         try:
@@ -181,11 +209,11 @@ class RowGrammars(SomeRows[_RowGrammar]):
 
     def start(self, rows: I64, positions: I64) -> PendingMasks | None:
         """Starts to compute the masks for the tokens at these sequence positions, which follow the known tokens of the
-        rows; None if no row has a grammar. A row with drafts occurs once for each of them, with ascending positions."""
-        if not self.in_use:
-            return None
-        lines = [i for i, row in enumerate(rows.tolist()) if row in self.in_use]
-        if not lines:
+        rows; None if none is constrained. A row with drafts occurs once for each of them, with ascending positions."""
+        asking = self._asking(rows, positions) if self.in_use else []
+        forced = {i: id_ for i in asking if (id_ := self._forced(int(rows[i]), int(positions[i]))) is not None}
+        lines = [i for i in asking if self.in_use[int(rows[i])].compiled is not None]
+        if not lines and not forced:
             return None
         work: list[_MaskWork] = []
         for i in lines:
@@ -194,19 +222,26 @@ class RowGrammars(SomeRows[_RowGrammar]):
                 work[-1].drafts.append(int(self._tokens[row, position - 1]))
             else:
                 work.append(_MaskWork(row, *self._take_new(row, position), []))
-        return PendingMasks(self._thread.submit(self._compute, np.array(lines, np.int64), work))
+        return PendingMasks(self._thread.submit(self._compute, np.array(lines, np.int64), work, forced))
+
+    def _forced(self, row: int, position: int) -> int | None:
+        state = self.in_use[row]
+        output = self._tokens[row, state.prompt_len : position]
+        return None if state.thinking is None else state.thinking.forced_id(output)
 
     def _take_new(self, row: int, position: int) -> tuple[_RowGrammar, list[int]]:
         """The row's grammar, and the output tokens that its matcher lacks: all, if the row's history was replaced."""
         state = self.in_use[row]
         output = self._tokens[row, state.prompt_len : position]
         if not np.array_equal(output[: len(state.consumed)], state.consumed):
-            state = self.in_use[row] = _RowGrammar(state.compiled, state.prompt_len, state.eos_token_ids)
+            state = self.in_use[row] = _RowGrammar(
+                state.compiled, state.prompt_len, state.eos_token_ids, state.thinking
+            )
         new = output[len(state.consumed) :].tolist()
         state.consumed = output.copy()
         return state, new
 
-    def _compute(self, lines: I64, work: list[_MaskWork]) -> RowMasks:
+    def _compute(self, lines: I64, work: list[_MaskWork], forced: dict[int, int]) -> RowMasks:
         failures: dict[int, str] = {}
         matchers: list[tuple[LLMatcher, int]] = []
         masks = np.full((len(lines), -(-self._vocab_size // 32)), -1, np.int32)
@@ -223,7 +258,11 @@ class RowGrammars(SomeRows[_RowGrammar]):
             if matcher.is_error():
                 failures[int(lines[i])] = f"the grammar failed: {_error_of(matcher)}"
         bits = np.unpackbits((~masks).view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
-        return RowMasks(lines, bits.view(np.bool_), failures)
+        is_banned = bits.view(np.bool_)
+        for i, line in enumerate(lines.tolist()):
+            if line in forced and (line in failures or is_banned[i, forced[line]]):
+                del forced[line]  # the grammar allows no end of reasoning here
+        return RowMasks(lines, is_banned, failures, forced)
 
     def _fill_drafts(self, masks: npt.NDArray[np.int32], work: list[_MaskWork]) -> None:
         """Writes the masks behind the drafts of each row, and takes its matcher back to before them."""

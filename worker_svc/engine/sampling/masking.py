@@ -1,4 +1,4 @@
-"""Applies the masks of grammars to logits, after all other processing."""
+"""Applies the masks of grammars and thinking budgets to logits, after all other processing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from worker_svc.engine.step import Logits, Step, StepPart
 
 
 class GrammarMasks(StepPart):
-    """Lets each row sample what its grammar allows. The masks are computed while the forward pass runs."""
+    """Lets each row sample what its grammar and its thinking budget allow. The masks are computed while the forward
+    pass runs."""
 
     def __init__(self, grammars: RowGrammars) -> None:
         self._grammars, self.in_use = grammars, grammars.in_use
@@ -47,7 +48,7 @@ def apply_masks(
 
     `has_rules`: other processing may have excluded all tokens that a grammar allows. If the grammar also allows EOS,
     EOS is sampled, even if min_tokens bans it. With several ranks, each rank passes the logits of its part of the
-    vocabulary, which starts at `first_id`.
+    vocabulary, which starts at `first_id`. A forced token is sampled, even if other processing bans it.
     """
     lines = torch.from_numpy(masks.lines).to(logits.device)
     is_whole = len(lines) == len(logits)
@@ -62,3 +63,7 @@ def apply_masks(
         picked[int((masks.lines == line).argmax()), 0] = torch.nan
     if not is_whole:
         logits[lines] = picked
+    for line, token_id in masks.forced.items():
+        logits[line] = -torch.inf
+        if first_id <= token_id < first_id + logits.shape[1]:
+            logits[line, token_id - first_id] = 0.0
