@@ -23,7 +23,7 @@ from tests.hostile.node_attacks import NODE_ATTACKS
 from tests.hostile.node_target import NodeTarget
 from tests.hostile.streams_apart import streams_apart
 from tests.hostile.suite import Row, Suite, all_attacks, as_stranger, one_of_each, takes_messages
-from tests.hostile.target import Target
+from tests.hostile.target import Port, Target
 
 REST_S = 5.0
 ATTACKER_NICENESS = 10
@@ -53,26 +53,27 @@ async def attack(target: Target, args: argparse.Namespace) -> int:
     async with streams_apart(target) as streams:
         os.nice(ATTACKER_NICENESS)
         suite = Suite(target, streams, kept_mib=KEPT_MIB, peak_mib=PEAK_MIB, pause_s=PAUSE_S)
-        floods = Suite(target, streams, kept_mib=math.inf, peak_mib=math.inf, pause_s=math.inf, stall_s=math.inf)
+        unbounded = Suite(target, streams, kept_mib=math.inf, peak_mib=math.inf, pause_s=math.inf, stall_s=math.inf)
         rest = await suite.rest(REST_S)
         print(f"8 good streams without an attack: {rest:.0f} tokens/s", flush=True)
         ports = one_of_each(target)
         for is_insider in (False, True):
             for port in filter(takes_messages, ports):
+                used = unbounded if is_insider and _is_service(port) else suite
                 if args.only in "mutated":
-                    await suite.mutate([port], count=args.messages, seed=args.seed, is_insider=is_insider)
-                    _report(suite.rows[-1], rest)
+                    await used.mutate([port], count=args.messages, seed=args.seed, is_insider=is_insider)
+                    _report(used.rows[-1], rest)
         for found, places in all_attacks(ports).items():
             for port in places:
                 callers = [as_stranger(port), port] if port.credentials else [port]
-                used = floods if found in FLOODS else suite
                 for caller in callers if args.only in found.__name__ else []:
+                    used = unbounded if found in FLOODS or _is_service(caller) else suite
                     await used.launch(found, [caller], size)
                     _report(used.rows[-1], rest, "with credentials" if caller.credentials else "")
         at_end = await suite.rest(REST_S)
     print(f"8 good streams after all attacks: {at_end:.0f} tokens/s; {streams.num_ended} streams", flush=True)
     wrong = streams.wrong()
-    findings = suite.findings + floods.findings
+    findings = suite.findings + unbounded.findings
     print(f"{len(findings)} findings, {len(wrong)} wrong streams", *wrong[:5], sep="\n")
     return int(bool(findings or wrong))
 
@@ -90,6 +91,11 @@ async def attack_nodes(target: NodeTarget, args: argparse.Namespace) -> int:
             print(f"    FINDING: {finding}", flush=True)
             status = 1
     return status
+
+
+def _is_service(caller: Port) -> bool:
+    """Whether the caller has a service's token. Services trust each other's sizes; schedulers may take workers."""
+    return bool(caller.credentials) and not caller.name.startswith("gateway")
 
 
 def _report(row: Row, rest: float, caller: str = "") -> None:
