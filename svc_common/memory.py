@@ -73,6 +73,13 @@ def keep_freed_memory() -> None:
                 mallopt(parameter, value)
 
 
+def trim() -> None:
+    """Return free memory to the kernel, which the C library keeps after a peak."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
+
+
 def resident_bytes() -> int:
     """Memory of this process that is not swapped out; 0 where it is not known."""
     try:
@@ -119,13 +126,10 @@ class MemoryLimit:
             )
 
     def _trim(self, now: float) -> None:
-        """Return free memory to the kernel, which the C library keeps after a peak."""
         if self._used <= self._trim_above or now - self._trimmed_at < TRIM_INTERVAL_S:
             return
         self._trimmed_at = now
-        if sys.platform == "linux":
-            with suppress(OSError, AttributeError):  # another C library
-                ctypes.CDLL(None).malloc_trim(0)
+        trim()
         self._used = resident_bytes()
         self._trim_above = self.max_bytes or self._used + TRIM_BYTES
 

@@ -20,6 +20,7 @@ from quire.v1 import types_pb2
 from svc_common import config
 from svc_common.channels import reachable_address
 from svc_common.errors import UnavailableError
+from svc_common.memory import trim
 from svc_common.observe.admin import AdminServer
 from svc_common.observe.inspection import Inspector
 from svc_common.observe.logs import setup_logging
@@ -228,6 +229,7 @@ class WorkerProcess:
         started_at = loop.time()
         info = await self._executor.load(lambda: make_runner(self._args, self._settings, progress, self._nodes))
         settle_gc()
+        trim()
         self._adapters.announce()
         await self._announce(info)
         if not self._lifecycle.is_draining:

@@ -19,6 +19,7 @@ from gateway_svc.text.chat_format import DETECTED, ParserNames
 from gateway_svc.text.chat_output import ChatFormat
 from request_fields.sizes import SizeLimits
 from svc_common.errors import InvalidRequestError
+from svc_common.memory import trim
 
 log = logging.getLogger(__name__)
 
@@ -127,8 +128,8 @@ class BundleCache:
         """The ModelText of a bundle; `fetch` gets the serialized bundle once. Raises BundleError."""
         async with self._locks.setdefault(digest, asyncio.Lock()):
             if digest not in self._texts:
-                data = await fetch()
-                self._texts[digest] = await asyncio.to_thread(read_bundle, data, digest, self._templates)
+                self._texts[digest] = await asyncio.to_thread(read_bundle, await fetch(), digest, self._templates)
+                await asyncio.to_thread(trim)  # parsing takes some times the memory of the result
                 self._drop_oldest()
             return self._texts[digest]
 

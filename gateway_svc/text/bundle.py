@@ -14,6 +14,7 @@ Files are read as transformers reads them, so that token ids are the same.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -74,7 +75,7 @@ class ModelText:
     tokenizer: Tokenizer | None
     unserved: tuple[str, ...] = ()  # settings of generation_config.json that are not supported
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # texts of bos_token, eos_token and so on
-    tokenizer_json: bytes = b""
+    packed_tokenizer: bytes = b""  # tokenizer.json, compressed by zlib
     pooling: PoolingText = field(default_factory=PoolingText)
     preprocessor: str = ""  # settings of the image processor as JSON; empty: the model has none
     templates_digest: str = ""  # digest of the templates that replace those of the model; empty: there are none
@@ -90,7 +91,7 @@ def model_text_from_files(files: Mapping[str, bytes], templates: Mapping[str, st
         tokenizer,
         unserved,
         _named_tokens(_token_settings(files)),
-        files.get("tokenizer.json", b""),
+        zlib.compress(files.get("tokenizer.json", b""), 1),
         _pooling_text(files),
         _preprocessor(files),
         xxhash.xxh3_64_hexdigest(json.dumps(templates, sort_keys=True).encode()) if templates else "",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import zlib
 from collections import OrderedDict
 from functools import partial
 from typing import Any
@@ -126,7 +127,7 @@ def _setup_frame(model: ServedModel) -> bytes:
         {
             "cpu_s": TOKENIZER_CPU_S,
             "tokenizer": _tokenizer_key(model.info),
-            "json": model.text.tokenizer_json.decode(),
+            "json": zlib.decompress(model.text.packed_tokenizer).decode(),
             "vocab_size": model.info.vocab_size,
             "eos_token_ids": list(model.info.eos_token_ids),
         }

@@ -94,7 +94,7 @@ class Job:
         process: SandboxProcess,
     ) -> bytes:
         needed = setup if setup is not None and not process.has_setup(setup.key) else None
-        if needed is not None and (error := await process.set_up(needed.key, needed.frame())):
+        if needed is not None and (error := await process.set_up(needed.key, await asyncio.to_thread(needed.frame))):
             raise refused(f"{needed.failed}: {error}")
         if not isinstance(frame, bytes):
             frame = await asyncio.to_thread(frame)

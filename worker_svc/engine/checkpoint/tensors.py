@@ -25,6 +25,7 @@ from worker_svc.engine.checkpoint.model_folder import (
     tensor_name,
     weight_files,
 )
+from worker_svc.engine.kernels.memory import release_files
 
 GENERATION_FILE = "generation_config.json"
 CHUNK_BYTES = 2 << 20  # digested by one thread at a time
@@ -181,11 +182,12 @@ class Checkpoint:
 
     def weights_digest(self) -> str:
         """The digest of all tensors in hex, including tensors that were not read since `start_digest`. Empty if
-        `start_digest` was not called."""
+        `start_digest` was not called. Ends a load: pages of the files are mapped again when a tensor is read again."""
         if self._digest is None:
             return ""
         for name, file in self._file_of.items():
             self._digest.add(name, file.get_tensor(self._stored_name[name]))
+        release_files([*map(self.folder.joinpath, self._files), *self.used_updates()])
         return self._digest.result()
 
     def revision(

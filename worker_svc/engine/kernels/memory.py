@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -17,6 +21,9 @@ HUGE_PAGE = 2 << 20  # of x86, and of ARM with pages of 4 KiB
 CACHE_LINE = 64
 MAPPED_AT_ONCE = 64 << 20  # for weights; a page that no weight fills takes no memory
 MADV_DONTNEED, MADV_HUGEPAGE, MADV_COLLAPSE = 4, 14, 25  # of Linux; the last since 6.1
+SMAPS = Path("/proc/self/smaps")
+# Start, end and file of a mapping without changed pages.
+CLEAN_MAPPING = re.compile(r"^(\w+)-(\w+) \S+ \S+ \S+ \d+ +(/.*)\n(?:\w+: .*\n)*?Anonymous: +0 kB$", re.MULTILINE)
 
 
 def aligned_zeros(num_bytes: int) -> torch.Tensor:
@@ -42,6 +49,18 @@ def lazy_zeros(num_bytes: int) -> torch.Tensor:
 def release(zeros: torch.Tensor) -> None:
     """Give the whole huge pages of what `lazy_zeros` returned back to the system. They are zeros again."""
     _advise(zeros.flatten().view(torch.uint8), MADV_DONTNEED)
+
+
+def release_files(paths: Iterable[Path]) -> None:
+    """Give back the mapped pages of these files; pages that are read again come from the page cache. A mapping in which
+    a page was changed keeps its pages.
+    """
+    wanted = {os.path.realpath(path) for path in paths}
+    with suppress(OSError):  # no Linux
+        for start, end, path in CLEAN_MAPPING.findall(SMAPS.read_text()):
+            if path in wanted:
+                address, size = int(start, 16), int(end, 16) - int(start, 16)
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), MADV_DONTNEED)
 
 
 class WeightMemory:

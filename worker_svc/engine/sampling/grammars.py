@@ -62,8 +62,6 @@ class CompiledGrammars:
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
         self._compiled: OrderedDict[object, Future[LLMatcher]] = OrderedDict()
-        # Reading a large tokenizer takes seconds. Without this, the first step with a grammar would wait for it.
-        self._threads.submit(self._make_compiler)
 
     def get(self, grammar: Grammar) -> Future[LLMatcher]:
         """A matcher at the start of the output, to be copied; or UnusableGrammarError. Only one thread may call it."""
@@ -83,7 +81,8 @@ class CompiledGrammars:
             raise UnusableGrammarError(f"the grammar cannot be used: {error}") from error
 
     def _make_compiler(self) -> GrammarCompiler:
-        """The compiler, made once. Every call raises UnsupportedTokenizerError if the tokenizer is not supported."""
+        """The compiler, made for the first grammar, because a large tokenizer takes seconds and hundreds of MB. Every
+        call raises UnsupportedTokenizerError if the tokenizer is not supported."""
         from grammars.compiler import GrammarCompiler
 
         with self._lock:
