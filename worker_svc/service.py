@@ -34,16 +34,18 @@ from worker_svc.blocks import MovementSettings, WorkerBlocks
 from worker_svc.bundle import Bundle
 from worker_svc.check_model import SETTING_ERRORS, check_settings
 from worker_svc.engine.config import EngineConfig, EngineInfo
-from worker_svc.flags import make_parser, scheduler_addresses
+from worker_svc.engine.nodes import Nodes
+from worker_svc.engine.runner import Runner
+from worker_svc.flags import make_parser, scheduler_addresses, sim_config
 from worker_svc.lifecycle import DRAINING, Lifecycle
 from worker_svc.metrics import WorkerReader
 from worker_svc.node_links.leader_link import run_node
 from worker_svc.node_links.node_server import NodeServer
 from worker_svc.registration import Registration
 from worker_svc.servicer import WorkerServicer
+from worker_svc.simulator.runner import SimRunner
 from worker_svc.steps.executor import StepExecutor
 from worker_svc.steps.row_traces import RowTraces
-from worker_svc.steps.runner import make_runner
 from worker_svc.weights import WorkerWeights
 from worker_svc.wire import capacity_to_proto
 
@@ -64,6 +66,24 @@ ABANDONED_S = 3.0  # open rows without a step for this long are abandoned
 DRAIN_POLL_S = 0.02
 PROGRESS_STEP = 0.01
 PROGRESS_LOG_STEP = 0.1  # `quire up` shows these lines
+
+
+def make_runner(
+    args: argparse.Namespace, settings: EngineConfig, progress: Callable[[float], None], nodes: Nodes | None
+) -> Runner:
+    """The simulation, or an engine with its model. Raises ValueError for settings that contradict the machine or the
+    model."""
+    if args.executor == "sim":
+        return SimRunner(settings, sim_config(args))
+    # After the flags are checked and the port is bound: importing torch takes seconds.
+    log.info("starting: importing torch")  # `quire up` shows these lines
+    from worker_svc.engine.backend import BackendUnavailableError
+    from worker_svc.engine.engines import load_runner
+
+    try:
+        return load_runner(settings, progress, nodes)
+    except BackendUnavailableError as error:
+        raise ValueError(f"--backend {settings.backend}: {error}") from error
 
 
 class WorkerProcess:

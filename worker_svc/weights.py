@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from quire.internal.v1 import worker_pb2
 from quire.v1 import rollouts_pb2, types_pb2
@@ -22,7 +22,9 @@ from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.config import EngineInfo, StagedWeights
 from worker_svc.lifecycle import Lifecycle
 from worker_svc.steps.executor import StepExecutor
-from worker_svc.steps.runner import UpdatableRunner
+
+if TYPE_CHECKING:
+    from worker_svc.engine.weight_updates import UpdatableWeights
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -159,11 +161,11 @@ class WorkerWeights:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _runner(self) -> UpdatableRunner:
+    def _runner(self) -> UpdatableWeights:
         runner = self._executor.runner
-        if not isinstance(runner, UpdatableRunner):
+        if not runner.has_new_weights:
             raise NotConfiguredError("weights of this backend cannot be updated; use --backend cpu")
-        return runner
+        return cast("UpdatableWeights", runner)
 
     def _paths(self, files: Sequence[str]) -> list[Path]:
         return [self._path(name) for name in files]

@@ -23,9 +23,9 @@ from tests.contract.worker_fakes import (
     serve_worker,
 )
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.runner import Runner
 from worker_svc.simulator.runner import SimConfig, SimRunner
 from worker_svc.steps.lease import NUM_KEPT_ANSWERS
-from worker_svc.steps.runner import Runner
 
 FAILED_PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT

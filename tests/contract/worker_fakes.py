@@ -21,10 +21,10 @@ from svc_common.observe.inspection import Inspector
 from svc_common.serve import GrpcServer, open_channel
 from worker_svc.bundle import Bundle
 from worker_svc.engine.config import EngineInfo
+from worker_svc.engine.runner import Runner
 from worker_svc.lifecycle import Lifecycle
 from worker_svc.servicer import WorkerServicer
 from worker_svc.steps.executor import StepExecutor
-from worker_svc.steps.runner import Runner
 
 WORKER_EPOCH = 0xABCDEF0123456789
 BLOCK_SIZE = 4
@@ -53,10 +53,8 @@ def make_info(**changes: object) -> EngineInfo:
     return EngineInfo(**{**facts, **changes})  # type: ignore[arg-type]
 
 
-class FakeRunner:
+class FakeRunner(Runner):
     """The engine's contract without a model: a row's next token is a hash of all tokens before it."""
-
-    adapters = None
 
     def __init__(self) -> None:
         self.info = make_info()
@@ -123,10 +121,8 @@ class FakeRunner:
         return len(self._rows)
 
 
-class GatedRunner:
+class GatedRunner(Runner):
     """Wraps a runner: counts its steps, and blocks before a step while `gate` is closed."""
-
-    adapters = None
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -136,10 +132,10 @@ class GatedRunner:
         self.is_held = False  # a step has reached the closed gate
         self.num_steps = 0
         self.failure: Exception | None = None
-        self.committed_blocks = runner.committed_blocks
-        self.forget_prefixes = runner.forget_prefixes
-        self.reset_rows = runner.reset_rows
-        self.rows_used = runner.rows_used
+        self.committed_blocks = runner.committed_blocks  # type: ignore[method-assign]
+        self.forget_prefixes = runner.forget_prefixes  # type: ignore[method-assign]
+        self.reset_rows = runner.reset_rows  # type: ignore[method-assign]
+        self.rows_used = runner.rows_used  # type: ignore[method-assign]
 
     def execute(self, batch: StepBatch) -> StepOutput:
         self.is_held = not self.gate.is_set()

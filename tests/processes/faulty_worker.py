@@ -12,7 +12,7 @@ from collections.abc import Callable
 from step_protocol.messages import StepBatch, StepOutput
 from step_protocol.types import RowError, RowErrorCode
 from worker_svc import service
-from worker_svc.steps.runner import Runner
+from worker_svc.engine.runner import Runner
 
 FAULTS = ("launch", "result", "nan", "memory", "hang")
 STEPS_BEFORE = 30
@@ -40,8 +40,10 @@ class Launched:
         return self._output
 
 
-class FaultyDevice:
+class FaultyDevice(Runner):
     """A runner of simulated steps that fails once, at step STEPS_BEFORE."""
+
+    launches = True
 
     def __init__(self, runner: Runner, fault: str) -> None:
         self._runner = runner

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,10 +15,10 @@ from step_protocol.columns import EMPTY, I64, U32, Bools
 from step_protocol.messages import BadBatchError, StepBatch, StepOutput
 from step_protocol.types import RowErrorCode
 from worker_svc.engine.config import EngineConfig, EngineInfo
-from worker_svc.engine.decoder.pool.block_payload import Movable
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.step_checker import StepChecker
 from worker_svc.engine.rows.tables import RowTables
+from worker_svc.engine.runner import Runner
 from worker_svc.engine.speculation.drafts import DraftCounts, Proposer, RowDrafts, SuffixProposer
 from worker_svc.engine.step import CheckedStep, RowErrors
 
@@ -34,15 +34,12 @@ OUT_OF_MEMORY = (
 MAX_OUT_OF_MEMORY_STEPS = 3  # consecutive; a worker that cannot compute must not keep accepting rows
 
 
-class StepRunner(ABC):
+class StepRunner(Runner, ABC):
     """A loaded model with its KV pool and open rows. One thread at a time may call it.
 
-    A backend that computes at once implements `_run_step`. One with several steps in flight has a method `launch`,
-    which returns a step whose `result` is read later, in any thread.
+    A backend that computes at once implements `_run_step`, one with several steps in flight `launch`.
     """
 
-    info: EngineInfo
-    images: Any = None  # an ImageEncoder; None: the model takes none
     _rows: OpenRows
 
     def _serve(self, rows: OpenRows, tables: RowTables, info: EngineInfo) -> None:
@@ -68,7 +65,6 @@ class StepRunner(ABC):
 
     @property
     def draft_counts(self) -> DraftCounts | None:
-        """Drafts so far; None: no row speculates."""
         return None if self._drafts is None else self._drafts.counts
 
     def execute(self, batch: StepBatch) -> StepOutput:
@@ -116,24 +112,10 @@ class StepRunner(ABC):
         """The output of a step whose changes are applied, without its errors; None if no row is left."""
         raise NotImplementedError
 
-    @abstractmethod
-    def committed_blocks(self) -> Iterator[tuple[U32, list[bytes], U32]]:
-        """Block ids [N], their digests and their tokens [N, block_size] of all committed blocks, in pieces."""
-
-    @abstractmethod
-    def forget_prefixes(self) -> None:
-        """No block of the pool stays committed. Called between two steps."""
-
-    def movable_blocks(self) -> Movable | None:
-        """The blocks of the pool as bytes; None if they cannot leave it."""
-        return None
-
     def reset_rows(self) -> None:
-        """Closes all rows, for a new lease. Committed blocks stay."""
         self._rows.reset()
 
     def rows_used(self) -> int:
-        """The number of open rows."""
         return self._rows.rows_used()
 
     def _apply_changes(self, batch: StepBatch, errors: RowErrors) -> tuple[I64, I64]:

@@ -27,6 +27,7 @@ from worker_svc.engine.step import StepPart
 class UpdatableWeights:
     """A half of the runner: the weights in its model and its parts."""
 
+    has_new_weights = True
     info: EngineInfo
     _config: EngineConfig
     _threads: int

@@ -1,6 +1,6 @@
 """The model thread, and the order in which steps enter it.
 
-    event loop                      model thread                          results thread (PipelinedRunner only)
+    event loop                      model thread                          results thread (if `launches`)
     ----------                      ------------                          -------------------------------------
     submit: fence, step id, form
     accept: answer pending   -----> check turn, execute -> output
@@ -30,8 +30,8 @@ Order
 
 Two steps in flight
     A scheduler sends step n + 1 before it knows the tokens of step n: for decoding rows it needs only their number.
-    The worker then has the next step when one ends, and the time of a round trip is hidden. With a PipelinedRunner the
-    model thread launches step n + 1 on the device while step n still runs there, and the results thread reads the
+    The worker then has the next step when one ends, and the time of a round trip is hidden. A runner that
+    `launches` starts step n + 1 on the device while step n still runs there, and the results thread reads the
     outputs in order; the runner carries the tokens from one step to the next on the device. Up to pipeline_depth
     messages may be unanswered (StepInbox reads no further), and a message is a step or a burst.
 
@@ -68,13 +68,12 @@ from svc_common.errors import InvalidRequestError, ServiceError, StaleEpochError
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.config import EngineInfo
 from worker_svc.engine.decoder.pool.block_payload import Movable
+from worker_svc.engine.runner import Runner
 from worker_svc.engine.speculation.drafts import DraftCounts
-from worker_svc.engine.step_runner import StepRunner
 from worker_svc.metrics import ImageCounts, StepMeter
 from worker_svc.seals import Seals
 from worker_svc.steps.lease import MAX_EPOCH_JUMP, Answer, Lease, StepOrderError, bad_epoch, superseded
 from worker_svc.steps.row_traces import RowLog, RowTraces
-from worker_svc.steps.runner import IdleRunner, ImageRunner, Launched, PipelinedRunner, Runner
 from worker_svc.wire import blocks_to_proto, commit_tags, step_batch_from_proto
 
 log = logging.getLogger(__name__)
@@ -136,7 +135,6 @@ class StepExecutor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._results = ThreadPoolExecutor(1, thread_name_prefix="results")  # waits for pipelined steps, in order
         self._runner: Runner | None = None
-        self._pipelined: PipelinedRunner | None = None  # `_runner` if it is pipelined
         self._lease: Lease | None = None
         self._last_epoch = 0
         self._in_flight: set[Answer] = set()
@@ -148,7 +146,6 @@ class StepExecutor:
     async def load(self, make_runner: Callable[[], Runner]) -> EngineInfo:
         """Make the runner in the model thread. Raises the errors of `make_runner`."""
         self._runner = await self._call(make_runner)
-        self._pipelined = self._runner if isinstance(self._runner, PipelinedRunner) else None
         return self._runner.info
 
     def close(self) -> None:
@@ -292,10 +289,10 @@ class StepExecutor:
 
     def _start(self, runner: Runner, lease: Lease, steps: Sequence[QueuedStep]) -> asyncio.Future[list[Outcome]]:
         loop = asyncio.get_running_loop()
-        if self._pipelined is None:
+        if not runner.launches:
             return loop.run_in_executor(self._thread, self._run_all, runner, lease, steps)
         done: Future[list[Outcome]] = Future()
-        self._thread.submit(self._launch_all, self._pipelined, lease, steps, done)
+        self._thread.submit(self._launch_all, runner, lease, steps, done)
         return asyncio.wrap_future(done, loop=loop)
 
     def _run_all(self, runner: Runner, lease: Lease, steps: Sequence[QueuedStep]) -> list[Outcome]:
@@ -314,7 +311,7 @@ class StepExecutor:
         return self._to_response(output, step)
 
     def _launch_all(
-        self, runner: PipelinedRunner, lease: Lease, steps: Sequence[QueuedStep], done: Future[list[Outcome]]
+        self, runner: Runner, lease: Lease, steps: Sequence[QueuedStep], done: Future[list[Outcome]]
     ) -> None:
         """The model thread only starts the steps; the results thread waits for their output."""
         if not done.set_running_or_notify_cancel():
@@ -325,19 +322,19 @@ class StepExecutor:
             self._results.submit(self._read, step, launched, outcomes)
         self._results.submit(done.set_result, outcomes)
 
-    def _launch(self, runner: PipelinedRunner, lease: Lease, step: QueuedStep) -> Launched | Exception:
+    def _launch(self, runner: Runner, lease: Lease, step: QueuedStep) -> Any:
         step.begin()
         try:
             self._check_turn(lease, step.batch)
             launched = self._guarded(step.batch, lambda: runner.launch(step.batch))
-            self._record_run(self._loaded(), lease)
+            self._record_run(runner, lease)
             if self.on_step is not None:
                 self.on_step(step.batch, lease.epoch, step.commit_tags)
         except Exception as error:
             return error
         return launched
 
-    def _read(self, step: QueuedStep, launched: Launched | Exception, outcomes: list[Outcome]) -> None:
+    def _read(self, step: QueuedStep, launched: Any, outcomes: list[Outcome]) -> None:
         try:
             if isinstance(launched, Exception):
                 raise launched
@@ -392,10 +389,10 @@ class StepExecutor:
         self._idle_since = time.monotonic()
         if not answer.cancelled():
             answer.exception()  # mark as retrieved: the caller may have disconnected
-        if isinstance(self._runner, IdleRunner) and not self._in_flight:
+        if self._runner is not None and self._runner.works_when_idle and not self._in_flight:
             self._await_idleness(self._runner)
 
-    def _await_idleness(self, runner: IdleRunner) -> None:
+    def _await_idleness(self, runner: Runner) -> None:
         """When no step has come for IDLE_S, the runner does a part of its other work, then the next one."""
         self._stop_awaiting_idleness()
         self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._use_idleness, runner)
@@ -404,13 +401,13 @@ class StepExecutor:
         if self._idle_timer is not None:
             self._idle_timer.cancel()
 
-    def _use_idleness(self, runner: IdleRunner) -> None:
+    def _use_idleness(self, runner: Runner) -> None:
         if self._in_flight:
             return
         work = asyncio.get_running_loop().run_in_executor(self._thread, runner.work_when_idle)
         work.add_done_callback(partial(self._end_idle_work, runner))
 
-    def _end_idle_work(self, runner: IdleRunner, work: asyncio.Future[bool]) -> None:
+    def _end_idle_work(self, runner: Runner, work: asyncio.Future[bool]) -> None:
         if work.cancelled():
             return
         if (error := work.exception()) is not None:
@@ -426,12 +423,12 @@ class StepExecutor:
     @property
     def images(self) -> ImageCounts | None:
         """Counts of images; None if the model takes none."""
-        return self._runner.images if isinstance(self._runner, ImageRunner) else None
+        return None if self._runner is None else self._runner.images
 
     @property
     def drafts(self) -> DraftCounts | None:
         """Counts of drafts; None if no row speculates."""
-        return self._runner.draft_counts if isinstance(self._runner, StepRunner) else None
+        return None if self._runner is None else self._runner.draft_counts
 
     @property
     def is_leased(self) -> bool:

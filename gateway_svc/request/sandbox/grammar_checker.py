@@ -18,7 +18,7 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.callers.caller import current_caller
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.sandbox.frames import to_frame
-from gateway_svc.request.sandbox.pool import RETRY_S, Job, SandboxPool, Setup, SlowAnswerError
+from gateway_svc.request.sandbox.pool import RETRY_S, Job, ModelSetup, SandboxPool, SlowAnswerError
 from request_fields.grammar import Grammar
 from svc_common.errors import InvalidRequestError, OverloadedError
 from svc_common.tasks import cancel
@@ -91,7 +91,7 @@ class GrammarChecker(SandboxPool):
         self.num_compiled += 1
         tokenizer, refused = _tokenizer_key(model.info), partial(_refused, grammar)
         words = f"cannot be applied by model {model.name!r} (leave it unset)"
-        setup = Setup(tokenizer, partial(_setup_frame, model), words)
+        setup = ModelSetup(tokenizer, partial(_setup_frame, model), words)
         result: Result
         try:
             answer = json.loads(await JOB.ask(self, _frame(tokenizer, grammar), refused, setup))

@@ -15,7 +15,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.sandbox.frames import parse_frame, to_frame
-from gateway_svc.request.sandbox.pool import Job, SandboxPool, Setup
+from gateway_svc.request.sandbox.pool import Job, ModelSetup, SandboxPool
 from svc_common.errors import InvalidRequestError, UnimplementedError
 
 JOB = Job("image_process", "prepare images", "send a smaller image", 10.0, 30.0, 30.0, 256 << 20)
@@ -99,7 +99,7 @@ class ImagePreparer(SandboxPool):
 
     async def _prepare(self, image: RequestImage, model: ServedModel) -> PreparedImage:
         key = model.info.bundle_digest.hex()
-        setup = Setup(key, partial(_setup_frame, key, model), "cannot be prepared")
+        setup = ModelSetup(key, partial(_setup_frame, key, model), "cannot be prepared")
         content = {"key": key, "max_pixels": self._limits.max_pixels, "cpu_s": JOB.cpu_s}
         refused = partial(_refused, image)
         answer = parse_frame(await JOB.ask(self, partial(to_frame, content, image.data), refused, setup))

@@ -30,7 +30,7 @@ class SlowAnswerError(OverloadedError):
     """A process was killed because it did not answer in time."""
 
 
-class Setup(NamedTuple):
+class ModelSetup(NamedTuple):
     """The message that a process needs before those of a model."""
 
     key: str
@@ -58,7 +58,7 @@ class Job:
         pool: SandboxPool,
         frame: bytes | Callable[[], bytes],
         refused: Callable[[str], InvalidRequestError],
-        setup: Setup | None = None,
+        setup: ModelSetup | None = None,
         *,
         of: str = "",
     ) -> bytes:
@@ -90,7 +90,7 @@ class Job:
         self,
         frame: bytes | Callable[[], bytes],
         refused: Callable[[str], InvalidRequestError],
-        setup: Setup | None,
+        setup: ModelSetup | None,
         process: SandboxProcess,
     ) -> bytes:
         needed = setup if setup is not None and not process.has_setup(setup.key) else None

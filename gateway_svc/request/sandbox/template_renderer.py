@@ -15,7 +15,7 @@ from typing import Any
 from gateway_svc.request.field_errors import CHAT
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.sandbox.frames import to_frame
-from gateway_svc.request.sandbox.pool import Job, SandboxPool, Setup, Spares
+from gateway_svc.request.sandbox.pool import Job, ModelSetup, SandboxPool, Spares
 from gateway_svc.text.bundle import RenderOptions
 from svc_common.errors import InvalidRequestError
 
@@ -69,7 +69,7 @@ class TemplateRenderer:
         Raises InvalidRequestError, or OverloadedError if the processes of the model are busy.
         """
         pool = await self._pool_of(model, is_call=is_call)
-        setup = Setup(model.info.bundle_digest.hex(), partial(_setup_frame, model), "cannot be used")
+        setup = ModelSetup(model.info.bundle_digest.hex(), partial(_setup_frame, model), "cannot be used")
         return await JOB.ask(pool, frame, partial(_refused, model), setup, of=f" of model {model.name!r}")
 
     async def close(self) -> None:

@@ -17,6 +17,7 @@ from step_protocol.messages import RowOpen, StepBatch, StepOutput
 from step_protocol.types import RowErrorCode
 from tests.sim.symbolic_worker import SymbolicWorker, Violation
 from worker_svc.engine.config import EngineInfo
+from worker_svc.engine.runner import Runner
 
 
 class ModelThread:
@@ -64,14 +65,12 @@ class ModelThread:
         self._go_on()
 
 
-class SymbolicRunner:
-    """Implements `executor.Runner` with a SymbolicWorker, which checks every slot, commit and row.
+class SymbolicRunner(Runner):
+    """Computes with a SymbolicWorker, which checks every slot, commit and row.
 
     `group_of(seed)` gives the request of a row, `acked(step_id)` the answer that the scheduler had when it sent a step,
     and `step_s(query_lens)` the duration of a step.
     """
-
-    adapters = None
 
     def __init__(
         self,

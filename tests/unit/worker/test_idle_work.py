@@ -14,6 +14,8 @@ from worker_svc.steps.executor import StepExecutor
 class Idle:
     """A runner with some parts of work."""
 
+    works_when_idle = True
+
     def __init__(self, parts):
         self.parts, self.done = parts, 0
 

@@ -62,6 +62,8 @@ class DeviceRunner(StepRunner):
     cannot serve it, ValueError for settings that contradict the model.
     """
 
+    launches = works_when_idle = True
+
     def __init__(
         self, config: EngineConfig, progress: Callable[[float], None] | None = None, group: Group | None = None
     ) -> None:
