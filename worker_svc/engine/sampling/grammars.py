@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 256  # grammars in the cache
 COMPILE_THREADS = 2
+PREPARE_AFTER_S = 10.0  # reading a large tokenizer takes seconds and hundreds of MB
 MAX_MASK_THREADS = 8
 
 
@@ -62,6 +63,10 @@ class CompiledGrammars:
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
         self._compiled: OrderedDict[object, Future[LLMatcher]] = OrderedDict()
+        # Without this, the first step with a grammar would wait for it; during the start it would delay the worker.
+        timer = threading.Timer(PREPARE_AFTER_S, self._threads.submit, (self._make_compiler,))
+        timer.daemon = True
+        timer.start()
 
     def get(self, grammar: Grammar) -> Future[LLMatcher]:
         """A matcher at the start of the output, to be copied; or UnusableGrammarError. Only one thread may call it."""
@@ -81,8 +86,7 @@ class CompiledGrammars:
             raise UnusableGrammarError(f"the grammar cannot be used: {error}") from error
 
     def _make_compiler(self) -> GrammarCompiler:
-        """The compiler, made for the first grammar, because a large tokenizer takes seconds and hundreds of MB. Every
-        call raises UnsupportedTokenizerError if the tokenizer is not supported."""
+        """The compiler, made once. Every call raises UnsupportedTokenizerError if the tokenizer is not supported."""
         from grammars.compiler import GrammarCompiler
 
         with self._lock:
