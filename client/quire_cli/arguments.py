@@ -185,7 +185,8 @@ COMMANDS = (
     Command("models", "status.models", "list the models of a gateway", (JSON, *TARGET)),
     Command("status", "status.status", "workers, rows, blocks, queue and cache hits", (
         switch("--json", "one JSON line (with --watch: one per second)"),
-        switch("--watch", "repeat every second until Ctrl-C"), *TARGET,
+        switch("--watch", "repeat every second until Ctrl-C"),
+        switch("--memory", "what the memory of each service is used for, in MB"), *TARGET,
     )),
     Command("top", "top.top", "live load of schedulers and workers, like top", (
         arg("--interval-s", type=positive, default=1.0, metavar="S", help="seconds between views (default 1)"),

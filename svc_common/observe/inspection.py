@@ -15,12 +15,13 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from quire.v1 import inference_pb2 as pb
 
 from svc_common.errors import InvalidRequestError, OverloadedError
+from svc_common.memory import memory_kinds
 from svc_common.observe import profiler
 from svc_common.observe.logs import recent_lines
 from svc_common.observe.metrics import quire_version
@@ -37,20 +38,31 @@ BEARER = re.compile(r"(?i)(bearer\s+)[\w.~+/=-]+")
 
 
 class Inspector:
-    """Profiles and reports of this process. `settings`: the settings in force, without secrets."""
+    """Profiles and reports of this process. `settings`: the settings in force, without secrets. `memory`: bytes of its
+    anonymous memory whose use is known.
+    """
 
-    def __init__(self, service: str, instance: str, settings: str, metrics: Callable[[], bytes]) -> None:
+    def __init__(
+        self,
+        service: str,
+        instance: str,
+        settings: str,
+        metrics: Callable[[], bytes],
+        memory: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
         self._service = service
         self._instance = instance
         self._settings = settings
         self._metrics = metrics
+        self._memory = memory
         self._started_at = time.time()
         self._is_profiling = False
 
     async def inspect(self, kind: pb.InspectKind.ValueType, seconds: float, hz: int) -> bytes:
         """The profile as JSON in gzip, or the report as JSON. Raises InvalidRequestError or OverloadedError."""
         if kind == pb.INSPECT_KIND_REPORT:
-            return json.dumps(self._report()).encode()
+            memory = await asyncio.to_thread(self._kinds_of_memory)
+            return json.dumps(self._report() | {"memory": memory}).encode()
         if kind != pb.INSPECT_KIND_PROFILE:
             raise InvalidRequestError(
                 f"kind is {kind}; must be INSPECT_KIND_PROFILE or INSPECT_KIND_REPORT", field="kind"
@@ -67,6 +79,12 @@ class Inspector:
         finally:
             stop.set()  # if the caller has left
             self._is_profiling = False
+
+    def _kinds_of_memory(self) -> dict[str, int]:
+        """Resident bytes by kind, which add up to the memory of the process."""
+        known, kinds = dict(self._memory()), memory_kinds()
+        other = kinds.pop("anonymous", 0) - sum(known.values())
+        return known | {"other": max(0, other)} | kinds
 
     def _report(self) -> dict[str, object]:
         return {

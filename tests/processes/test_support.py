@@ -62,6 +62,15 @@ def test_a_profile_of_each_service(stack: dict[str, str], service: str, tmp_path
     assert max(event["ts"] + event["dur"] for event in slices) > 300_000, "about half a second"
 
 
+def test_memory_of_each_service(stack: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--memory", "--json", "--target", stack["admin"], "--api-key", OPERATOR]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"gateway", stack["scheduler"], stack["worker"]}
+    assert all(memory["other"] and memory["libraries"] for memory in found.values())
+    assert main(["status", "--memory", "--target", stack["admin"], "--api-key", OPERATOR]) == 0
+    assert f"{stack['worker']} " in capsys.readouterr().out
+
+
 def test_services_are_named_by_address_and_id(stack: dict[str, str]) -> None:
     with Client.connect(stack["admin"], api_key=OPERATOR, retry=None) as client:
         assert client.report(stack["scheduler"])["service"] == "scheduler"

@@ -383,6 +383,11 @@ class Backend(LayerBackend, Protocol):
 
     formats: set[str]  # of weights that are multiplied in 4 bits; part of `numerics`
 
+    @property
+    def num_weight_bytes(self) -> int:
+        """Size of the weights that the backend has packed."""
+        ...
+
     def end_load(self) -> None:
         """The weights of the model are complete. Work on their memory that serving needs not wait for begins."""
         ...

@@ -27,6 +27,11 @@ class Runner:
         """Drafts so far; None: no row speculates."""
         return None
 
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of host memory by use, as far as they are known. Any thread may read it."""
+        return {}
+
     def execute(self, batch: StepBatch) -> StepOutput:
         """Applies and runs one step. A bad row becomes a RowError and affects no other row."""
         raise NotImplementedError

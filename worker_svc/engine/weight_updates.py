@@ -18,7 +18,7 @@ from worker_svc.engine.config import EngineConfig, EngineInfo, StagedWeights
 from worker_svc.engine.cpu.backend import make_backend
 from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.engine_info import revision_of
-from worker_svc.engine.kernels.memory import release
+from worker_svc.engine.kernels.memory import release, resident_bytes
 from worker_svc.engine.loaders.decoders import load_decoder_weights
 from worker_svc.engine.loading import ModelSource
 from worker_svc.engine.step import StepPart
@@ -73,6 +73,12 @@ class UpdatableWeights:
         self.forget_prefixes()
         self.info, self._is_asleep = staged.info, False
         self._backend.end_load()
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of host memory of the weights and of the pool's blocks that were used. Any thread may read it."""
+        pool = sum(resident_bytes(tensor) for tensor in self._pool.tensors if tensor.is_cpu)
+        return {"weights": 0 if self._model is None else self._backend.num_weight_bytes, "KV pool": pool}
 
     def forget_prefixes(self) -> None:
         self._pool.uncommit(np.arange(self._pool.num_blocks))

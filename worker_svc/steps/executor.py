@@ -421,6 +421,11 @@ class StepExecutor:
         return len(self._in_flight)
 
     @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of host memory by use; empty if the runner does not know them."""
+        return {} if self._runner is None else self._runner.memory
+
+    @property
     def images(self) -> ImageCounts | None:
         """Counts of images; None if the model takes none."""
         return None if self._runner is None else self._runner.images

@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 
+from quire_client.sync.client import Client
 from quire_client.types import ModelInfo, SchedulerStatus, Status, WorkerStatus
 
 from quire_cli.commands.top_screen import seconds_text
@@ -38,6 +39,9 @@ def status(args: argparse.Namespace) -> int:
     with connect(args) as client:
         while True:
             found = client.status(timeout_s=args.timeout_s)
+            if args.memory and not found.is_summary:
+                print(memory_text(client, found, is_json=args.json))
+                return 0
             rates = meter.add(found, time.monotonic())
             if args.watch and not args.json and sys.stdout.isatty():
                 write(CLEAR_SCREEN)
@@ -93,6 +97,20 @@ def status_text(status: Status) -> str:
         return summary_text(status)
     parts = [scheduler_text(scheduler) for scheduler in status.schedulers] or ["no scheduler is configured"]
     return "\n\n".join([*parts, f"open streams: {status.open_streams}{_pinned(status)}"])
+
+
+def memory_text(client: Client, status: Status, *, is_json: bool) -> str:
+    """Uses of the memory of each service, in MB; among gateways, of the one that answers."""
+    schedulers = [scheduler for scheduler in status.schedulers if scheduler.connected]
+    workers = [worker.worker_id for scheduler in schedulers for worker in scheduler.workers]
+    names = ["gateway", *(scheduler.address for scheduler in schedulers), *dict.fromkeys(workers)]
+    found = {name: client.report(name)["memory"] for name in names}
+    if is_json:
+        return to_json(found)
+    kinds = list(dict.fromkeys(kind for memory in found.values() for kind in memory))
+    columns = {name: [sum(memory.values()), *(memory.get(kind, 0) for kind in kinds)] for name, memory in found.items()}
+    rows = ((name, *(round(size / 1e6) for size in sizes)) for name, sizes in columns.items())
+    return table(("MB", "all", *kinds), rows)
 
 
 def rates_text(rates: Rates) -> str:

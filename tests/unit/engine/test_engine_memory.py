@@ -24,6 +24,7 @@ from worker_svc.engine.kernels.memory import (
     collapse,
     lazy_zeros,
     release_files,
+    resident_bytes,
 )
 
 
@@ -93,6 +94,15 @@ def test_weights_smaller_than_a_huge_page_share_one() -> None:
     assert not any(part.any() for part in (*weights[:2], large))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mincore")
+def test_memory_counts_once_it_is_written() -> None:
+    zeros = lazy_zeros(4 * HUGE_PAGE)
+    assert resident_bytes(zeros) == 0
+    zeros[HUGE_PAGE : 2 * HUGE_PAGE] = 1
+    assert resident_bytes(zeros) == HUGE_PAGE
+    assert resident_bytes(zeros[100:200]) == 0
+
+
 def test_the_weights_of_a_loaded_model_move_to_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the background: a load does not wait for huge pages, which a virtual machine may have to get from its host."""
     moved: queue.SimpleQueue[Sequence[torch.Tensor]] = queue.SimpleQueue()
@@ -142,6 +152,7 @@ smaps = Path("/proc/self/smaps").read_text().split("VmFlags")
 of_weights = [mapping for mapping in smaps if str(folder) in mapping]
 assert of_weights and all("Rss:                   0 kB" in mapping for mapping in of_weights), of_weights
 assert "llguidance" not in sys.modules
+assert runner.memory["weights"] > 1 << 20, runner.memory
 """
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)

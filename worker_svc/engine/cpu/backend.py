@@ -75,6 +75,10 @@ class CpuBackend:
         self._column_names = self._kernels.quire_sampling_columns().decode().split()
         self._columns: tuple[Mapping[str, npt.NDArray[Any]], ctypes.Array[ctypes.c_void_p]] | None = None
 
+    @property
+    def num_weight_bytes(self) -> int:
+        return self._weights.num_bytes
+
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return self._kernel_linear(self._kind_of(weight), weight, bias)
 

@@ -49,6 +49,7 @@ class ReferenceBackend:
     device = torch.device("cpu")
     is_batched = True
     arithmetic = "fixed point"
+    num_weight_bytes = 0
 
     def __init__(self, determinism: Determinism, quantize: Quantization | None = None) -> None:
         self.formats: set[str] = set()

@@ -51,6 +51,16 @@ def release(zeros: torch.Tensor) -> None:
     _advise(zeros.flatten().view(torch.uint8), MADV_DONTNEED)
 
 
+def resident_bytes(zeros: torch.Tensor) -> int:
+    """The part of a contiguous tensor in host memory that takes memory."""
+    first = zeros.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    num_pages = -(-(zeros.data_ptr() + zeros.nbytes - first) // mmap.PAGESIZE)
+    is_resident = torch.zeros(num_pages, dtype=torch.uint8)
+    size, flags = ctypes.c_size_t(num_pages * mmap.PAGESIZE), ctypes.c_void_p(is_resident.data_ptr())
+    ctypes.CDLL(None).mincore(ctypes.c_void_p(first), size, flags)
+    return int((is_resident & 1).sum()) * mmap.PAGESIZE
+
+
 def release_files(paths: Iterable[Path]) -> None:
     """Give back the mapped pages of these files; pages that are read again come from the page cache. A mapping in which
     a page was changed keeps its pages.
@@ -69,6 +79,7 @@ class WeightMemory:
     def __init__(self) -> None:
         self._mapped, self._num_used = torch.zeros(0, dtype=torch.uint8), 0
         self._full: list[torch.Tensor] = []
+        self.num_bytes = 0  # given so far
 
     def zeros(self, num_bytes: int) -> torch.Tensor:
         """Zeros [num_bytes] from the start of a cache line on."""
@@ -76,6 +87,7 @@ class WeightMemory:
             self._full.append(self._mapped[: self._num_used])
             self._mapped, self._num_used = aligned_zeros(max(num_bytes, MAPPED_AT_ONCE)), 0
         start = self._num_used
+        self.num_bytes += num_bytes
         self._num_used = min(start + num_bytes + -num_bytes % CACHE_LINE, len(self._mapped))
         return self._mapped[start : start + num_bytes]
 
