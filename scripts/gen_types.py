@@ -143,6 +143,15 @@ MODULES = (
             Copy("LatencyHistogram"),
             Copy("OpenRequest"),
             Copy("SchedulerStatus"),
+            Copy(
+                "ModelInfo",
+                "ModelFacts",
+                {"determinism": ("str", '"best_effort"'), "quantization": ("str | None", "None")},
+                fields=(
+                    *("revision", "max_model_len", "vocab_size", "eos_token_ids", "block_size", "max_num_blocks"),
+                    *("max_num_seqs", "dtype", "determinism", "quantization", "hidden_size"),
+                ),
+            ),
             Copy("GetStatusResponse", "Status", {"pins_by_owner": ("dict[str, int]", "field(default_factory=dict)")}),
         ),
         base="Result",

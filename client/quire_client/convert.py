@@ -121,22 +121,13 @@ def abort_result(responses: Iterable[pb.AbortResponse], request: pb.AbortRequest
 
 
 def model_info(model: pb.Model) -> ModelInfo:
-    info = model.info
-    return ModelInfo(
-        name=info.model,
-        revision=info.revision,
+    return result(
+        ModelInfo,
+        model.info,
+        name=model.info.model,
         ready_workers=model.ready_workers,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        eos_token_ids=tuple(info.eos_token_ids),
-        block_size=info.block_size,
-        max_num_blocks=info.max_num_blocks,
-        max_num_seqs=info.max_num_seqs,
-        dtype=info.dtype,
-        determinism="exact" if info.determinism == types_pb2.DETERMINISM_EXACT else "best_effort",
-        quantization=info.quantization or None,
-        hidden_size=info.hidden_size,
-        adapters=tuple(adapter.name for adapter in info.adapters),
+        quantization=model.info.quantization or None,
+        adapters=tuple(adapter.name for adapter in model.info.adapters),
     )
 
 

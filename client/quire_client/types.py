@@ -7,7 +7,7 @@ from typing import Any
 
 from quire_client.plain import Result
 from quire_client.results import *  # noqa: F403
-from quire_client.results import Message, ToolCall, ToolCallDelta, Usage, WeightVersionSpan
+from quire_client.results import Message, ModelFacts, ToolCall, ToolCallDelta, Usage, WeightVersionSpan
 from request_fields.fields import FinishReason as FinishReason
 
 
@@ -165,22 +165,11 @@ class TokenizeResult(Result):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo(Result):
+class ModelInfo(ModelFacts):
     """A served model."""
 
-    name: str
-    revision: str
-    ready_workers: int  # 0: no worker can serve the model now
-    max_model_len: int  # prompt + output, in tokens
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    block_size: int  # tokens per KV block
-    max_num_blocks: int  # KV blocks of the largest pool
-    max_num_seqs: int  # the largest n of one request
-    dtype: str  # float32 or bfloat16
-    determinism: str  # exact or best_effort
-    quantization: str | None = None  # int8: weights are quantized to 8 bits
-    hidden_size: int = 0  # width of prompt embeddings; 0: the workers take tokens only
+    name: str = ""
+    ready_workers: int = 0  # 0: no worker can serve the model now
     adapters: tuple[str, ...] = ()  # names of its LoRA adapters
 
 
