@@ -142,6 +142,8 @@ def _to_llguidance(kind: GrammarKind, text: str) -> str:
         return str(LLMatcher.grammar_from_regex(text))
     if kind is GrammarKind.LARK:
         return str(LLMatcher.grammar_from_lark(text))
+    if kind is GrammarKind.STRUCTURAL_TAG:
+        raise GrammarError("it is a structural tag, of which a gateway makes a grammar")
     try:
         return str(LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": JSON_WHITESPACE}))
     except ValueError as error:

@@ -25,7 +25,9 @@ MAX_BAD_WORD_CHARS = 128
 MAX_BAD_WORD_IDS = 1024  # token ids of one sequence
 MAX_LOGIT_BIAS = 100
 MAX_GRAMMAR_BYTES = 128 << 10  # size of a schema, regular expression or grammar
-GRAMMAR_FIELDS = frozenset({"json_schema", "json_object", "regex", "choice", "grammar"})  # at most one may be set
+GRAMMAR_FIELDS = frozenset(
+    {"json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"}
+)  # at most one may be set
 MAX_MARKER_IDS = 16  # token ids of a marker of reasoning
 MAX_THINKING_LAST_IDS = 256
 MAX_PATTERN_SIZE = 128  # tokens; with MAX_PATTERN_COUNT it bounds the time of a check, which each token has
@@ -298,6 +300,13 @@ FIELDS = (
         "sampling.grammar", Kind.STRING, "The output matches this grammar, in llguidance's variant of Lark or in GBNF.",
         Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.REPLAYED, max_bytes=MAX_GRAMMAR_BYTES,
         http=Http("guided_grammar"), works_with_beams=False,
+    ),
+    Field(
+        "sampling.structural_tag", Kind.STRING,
+        "The output is text with parts that match JSON Schemas, as this structural tag of vLLM or xgrammar says "
+        "(docs/structured-output.md).",
+        Side.GATEWAY | Side.SCHEDULER | Side.WORKER, Resume.REPLAYED, max_bytes=MAX_GRAMMAR_BYTES,
+        http=Http("structural_tag", form=BodyForm.OBJECT_OR_TEXT), works_with_beams=False,
     ),
     Field(
         "sampling.thinking_token_budget", Kind.UINT32,

@@ -5,6 +5,7 @@ json_object   any JSON object: the schema {"type": "object"}
 regex         a regular expression; the whole output matches it
 choice        one of several strings: a regular expression
 grammar       a context-free grammar, in llguidance's variant of Lark
+structural_tag  text with tags; gateways make a Lark grammar of it
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class GrammarKind(Enum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     LARK = "grammar"
+    STRUCTURAL_TAG = "structural_tag"  # never reaches a worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,9 +70,12 @@ GUIDED = tuple(row for field in FIELDS if field.name in GRAMMAR_FIELDS for row i
 STRUCTURED = (
     BodyField(
         "response_format",
-        doc="Type `text`, `json_object` or `json_schema`; `strict` has no effect: schemas are enforced.",
+        doc="Type `text`, `json_object`, `json_schema` or `structural_tag`; `strict` has no effect: schemas are "
+        "enforced.",
     ),
-    BodyField("structured_outputs", doc="One of `json`, `json_object`, `regex`, `choice` and `grammar`."),
+    BodyField(
+        "structured_outputs", doc="One of `json`, `json_object`, `regex`, `choice`, `grammar` and `structural_tag`."
+    ),
     *GUIDED,
 )
 BEAMS = BodyField("use_beam_search", doc="Beam search with `beam_width` beams, or `n` if it is not set.")

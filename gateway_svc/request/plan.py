@@ -20,7 +20,7 @@ from gateway_svc.request.prompts.reader import PromptInput
 from gateway_svc.request.resume import resume_plan
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
 from gateway_svc.request.threads import Lane
-from gateway_svc.request.tools import AnswerPlan, answer_grammar, answer_plan
+from gateway_svc.request.tools import AnswerPlan, answer_grammar, answer_plan, tag_grammar
 from request_fields.grammar import Grammar, GrammarKind
 
 
@@ -91,6 +91,8 @@ class Planner:
         if replay is None and request.prompt.HasField("chat"):
             size = len(request.prompt.chat.tools_json)
             grammar = await self._lane.run(size, answer_grammar, request, model, prompt.tools, prompt.ids, grammar)
+        if grammar is not None and grammar.kind is GrammarKind.STRUCTURAL_TAG:
+            grammar = await self._lane.run(len(grammar.text), tag_grammar, grammar, model)
         if grammar is not None:
             grammar = await self._grammars.check(grammar, model)
         return await self._lane.run(

@@ -25,6 +25,7 @@ MAX_TOOLS = 1024
 MAX_SHOWN = 80  # characters of a wrong value in an error
 TAIL_TOKENS = 16  # tokens at the end of a prompt that are searched for the start of reasoning
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")  # the parsers find no other names
+WHOLE = (GrammarKind.LARK, GrammarKind.STRUCTURAL_TAG)  # grammars of the whole answer, calls included
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -151,7 +152,7 @@ def answer_grammar(
     It is `content` alone if no call has to match a grammar. Raises InvalidRequestError.
     """
     chat = request.prompt.chat
-    if not (must_call(chat) or tools.strict or (tools.given and content and content.kind is not GrammarKind.LARK)):
+    if not (must_call(chat) or tools.strict or (tools.given and content and content.kind not in WHOLE)):
         return _framed(request, model, prompt_ids, content)
     format = model.chat_format(chat.chat_template, has_tools=True)
     if format.tools is None:
@@ -194,7 +195,25 @@ def _framed(
         return content
     _check_schemas(content.schemas)
     rules = CallRules({}, needs_call=False, is_parallel=False, content=content.key)
-    text = tool_grammar(format, rules, tokenizer.token_id, is_reasoning_begun=is_begun)
+    return _of_content(content, format, rules, tokenizer, is_begun=is_begun)
+
+
+def tag_grammar(content: Grammar, model: ServedModel) -> Grammar:
+    """The grammar of a structural tag without reasoning before it. Raises InvalidRequestError."""
+    rules = CallRules({}, needs_call=False, is_parallel=False, content=content.key)
+    return _of_content(content, ChatFormat(), rules, model.require_tokenizer(content.field), is_begun=False)
+
+
+def _of_content(
+    content: Grammar, format: ChatFormat, rules: CallRules, tokenizer: Tokenizer, *, is_begun: bool
+) -> Grammar:
+    try:
+        text = tool_grammar(format, rules, tokenizer.token_id, is_reasoning_begun=is_begun)
+    except GrammarError as error:
+        raise invalid(content.field, f"cannot be used: {error}") from None
+    if (size := len(text.encode())) > MAX_GRAMMAR_BYTES and content.kind is GrammarKind.STRUCTURAL_TAG:
+        words = f"needs a grammar of {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed"
+        raise invalid(content.field, words)
     return Grammar(GrammarKind.LARK, text, content.field, content.schemas)
 
 
@@ -219,7 +238,7 @@ def _rule(content: Grammar | None) -> tuple[GrammarKind, str] | None:
     """The grammar of content as a rule beside the calls."""
     if content is None:
         return None
-    if content.kind is GrammarKind.LARK:
+    if content.kind in WHOLE:
         words = "is set, but strict tools need a grammar too; use json_schema, or tools that are not strict"
         raise invalid(content.field, words)
     return content.key

@@ -21,8 +21,15 @@ class Lark:
 
     def __init__(self, token_id: TokenId, markers: Iterable[str]) -> None:
         self.token_id = token_id
-        self._tokens = re.compile("|".join(f"({re.escape(one)})" for one in markers if token_id(one) is not None))
+        self._markers: set[str] = set()
+        self.add_markers(markers)
         self._rules: list[str] = []
+
+    def add_markers(self, markers: Iterable[str]) -> None:
+        """Write these texts as tokens from now on, if they are one token."""
+        self._markers |= {one for one in markers if self.token_id(one) is not None}
+        longest_first = sorted(self._markers, key=lambda one: (-len(one), one))
+        self._tokens = re.compile("|".join(f"({re.escape(one)})" for one in longest_first))
 
     def add(self, name: str, body: str) -> str:
         """Add a rule. Returns its name, made unique."""

@@ -24,6 +24,7 @@ from gateway_svc.text.chat_output import ChatFormat
 from gateway_svc.text.gemma_grammar import GemmaValues
 from gateway_svc.text.lark import Lark, TokenId
 from gateway_svc.text.reasoning import HarmonyReasoning, ReasoningFormat
+from gateway_svc.text.structural_tags import add_structural_tag
 from gateway_svc.text.tool_formats import HARMONY, TOOL_FORMATS, HarmonyCalls
 from grammars.schemas import SHARED
 from request_fields.grammar import GrammarKind
@@ -54,7 +55,7 @@ def tool_grammar(format: ChatFormat, rules: CallRules, token_id: TokenId, *, is_
     writer = _writer(lark, format)
     body = writer.body if rules.content is None else writer.body_beside_content
     bodies = [lark.add("call", body(name, schema)) for name, schema in rules.schemas.items()]
-    content = "" if rules.content is None else writer.content(lark.add_content(*rules.content))
+    content = "" if rules.content is None else writer.content(_content(lark, *rules.content))
     calls = ""
     if bodies:
         calls = writer.calls(lark.add("any_call", " | ".join(bodies)), is_parallel=rules.is_parallel)
@@ -65,6 +66,10 @@ def tool_grammar(format: ChatFormat, rules: CallRules, token_id: TokenId, *, is_
     else:
         answer = writer.calls_or_text(calls)
     return lark.text(f"{_reasoning(lark, format.reasoning, is_begun=is_reasoning_begun)} {answer}")
+
+
+def _content(lark: Lark, kind: GrammarKind, text: str) -> str:
+    return add_structural_tag(lark, text) if kind is GrammarKind.STRUCTURAL_TAG else lark.add_content(kind, text)
 
 
 def _writer(lark: Lark, format: ChatFormat) -> _Writer[Any]:

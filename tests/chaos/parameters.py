@@ -95,6 +95,7 @@ NOT_DRAWN = {
     "stop": "some requests occur a second time with a stop string of their answer (workload.py)",
     "include_stop_in_output": "keeps the match of a stop string; the expected text of these requests is cut before it",
     "json_object": "the same code as json_schema, but answers may end before a fault",
+    "structural_tag": "becomes a grammar in the gateway",
     "parse_chat": "set by the SDK for every chat",
     "send_text": "the verdict compares the text",
     "send_token_ids": "the verdict compares the token ids",

@@ -148,6 +148,7 @@ EFFECTS: Mapping[str, Effect] = {
     "structured_outputs": Effect({"choice": ["yes"]}),
     "guided_json": Effect(SCHEMA),
     "guided_json_object": Effect(True),
+    "structural_tag": Effect({"format": {"type": "const_string", "value": "yes"}}),
     "guided_regex": Effect("[0-9]{3}"),
     "guided_choice": Effect(["yes"]),
     "guided_grammar": Effect('start: "yes"'),

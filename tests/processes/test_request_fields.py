@@ -195,6 +195,9 @@ GENERATE: Mapping[str, Effect] = {
     "SamplingParams.regex": effect({"sampling": {"regex": "[0-9]{3}"}}),
     "SamplingParams.grammar": effect({"sampling": {"grammar": 'start: "yes"'}}),
     "SamplingParams.choice": effect({"sampling": {"choice": ["yes"]}}),
+    "SamplingParams.structural_tag": effect(
+        {"sampling": {"structuralTag": '{"format": {"type": "const_string", "value": "yes"}}'}}
+    ),
     "SamplingParams.json_object": effect({"sampling": {"jsonObject": True}}),
     "SamplingParams.logprobs_mode": effect(
         {"sampling": {"logprobsMode": "LOGPROBS_MODE_PROCESSED"}}, sampling=sampled(topK=3), output={"logprobs": 5}

@@ -78,11 +78,16 @@ def is_object(text: str) -> bool:
     return isinstance(json.loads(text), dict)
 
 
+TAG: Any = {
+    "type": "structural_tag",
+    "format": {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"},
+}
 KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     "json_schema": ({"json_schema": SCHEMA}, lambda text: is_valid(text, SCHEMA)),
     "regex": ({"regex": "[a-c]{3,9}-x"}, lambda text: re.fullmatch("[a-c]{3,9}-x", text)),
     "choice": ({"choice": CHOICES}, lambda text: text in CHOICES),
     "grammar": ({"grammar": LARK}, lambda text: re.fullmatch(r"<([a-z]{1,5},){2}[a-z]{1,5}>", text)),
+    "structural_tag": ({"structural_tag": json.dumps(TAG)}, lambda text: is_valid(text[3:-4], SCHEMA)),
     "gbnf": ({"grammar": GBNF}, lambda text: re.fullmatch(r"<([a-z]{1,2},){2}[a-z]{1,2}>", text)),
 }
 
@@ -118,6 +123,8 @@ BODIES: dict[str, tuple[dict[str, Any], str]] = {
     "structured_outputs json": ({"structured_outputs": {"json": SCHEMA, "regex": None}}, "json_schema"),
     "structured_outputs regex": ({"structured_outputs": {"regex": "[a-c]{3,9}-x"}}, "regex"),
     "structured_outputs choice": ({"structured_outputs": {"choice": CHOICES}}, "choice"),
+    "response_format structural_tag": ({"response_format": TAG}, "structural_tag"),
+    "structured_outputs structural_tag": ({"structured_outputs": {"structural_tag": TAG}}, "structural_tag"),
     "structured_outputs grammar": ({"structured_outputs": {"grammar": LARK}}, "grammar"),
 }  # fmt: skip
 
@@ -163,7 +170,9 @@ async def test_a_json_object_over_http(http: openai.AsyncOpenAI, body: dict[str,
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "text"}}}},
             "response_format.json_schema.schema", "Invalid type",
         ),
-        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag", "is not served"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag", "structures is None"),
+        ({"structured_outputs": {"other": {}}}, "structured_outputs.other", "is not served"),
+        ({"response_format": {"type": "structural_tag", "format": 1}}, "response_format", "format is 1; must be an"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", "must be a string"),
         (
             {"guided_regex": "a", "response_format": {"type": "json_object"}},

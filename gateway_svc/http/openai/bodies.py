@@ -39,7 +39,7 @@ MAX_PROMPTS = 1024  # number of prompts in one body
 MAX_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_IGNORED_SHOWN = 32
 RESPONSE_FORMAT, STRUCTURED_OUTPUTS = "response_format", "structured_outputs"
-RESPONSE_FORMATS = "text, json_object and json_schema"
+RESPONSE_FORMATS = "text, json_object, json_schema and structural_tag"
 OF_KEY = {row.name.removeprefix("guided_"): row for row in GUIDED}  # keys of structured_outputs
 PREFIX, SUFFIX = "{prefix}", "{suffix}"
 INFILL_FORMATS = (  # special tokens and the texts between them
@@ -407,6 +407,8 @@ def _of_response_format(body: Mapping[str, Any]) -> Iterator[tuple[BodyField, An
         if _object(name, inner.get("schema")) is None:
             raise invalid(name, "is not set; give a JSON Schema")
         yield BodyField(name, "sampling.json_schema"), inner["schema"]
+    elif value.get("type") == "structural_tag":
+        yield BodyField(RESPONSE_FORMAT, "sampling.structural_tag"), value
     else:
         raise invalid(f"{RESPONSE_FORMAT}.type", f"is {shown(value.get('type'))}; must be one of {RESPONSE_FORMATS}")
 
