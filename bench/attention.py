@@ -1,28 +1,26 @@
 """Attention of the CPU engine alone: microseconds per call of one layer, one thread, bfloat16 or float32.
 
     python bench/attention.py                      # about a minute
-    python bench/attention.py --against ../other/worker_svc/engine/kernels --cases w3
+    python bench/attention.py --cases w3
     python bench/attention.py --numbers float32
     QUIRE_CPU_PATH=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 \
         python bench/attention.py
 
---against also compiles the kernels of another checkout and measures both in turns. torch's scaled dot product attention
-gets contiguous keys and values of rows that all have the same lengths, so it does less work than paged attention.
-A figure is the least processor time of the thread over all rounds, because other processes disturb that least. `read`
-is the time to read all keys and values once from memory, and `products` the time of all multiply-adds at the speed of
-one large product; each is a lower limit where it applies. The last line is one JSON object.
+torch's scaled dot product attention gets contiguous keys and values of rows that all have the same lengths, so it does
+less work than paged attention. A figure is the least processor time of the thread over all rounds, because other
+processes disturb that least. `read` is the time to read all keys and values once from memory, and `products` the time
+of all multiply-adds at the speed of one large product; each is a lower limit where it applies. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,7 +29,6 @@ from bench.worker import Limits, measure_limits
 from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape, KVLayout
 from worker_svc.engine.cpu.backend import CpuBackend
 from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
-from worker_svc.engine.kernels import build
 
 BLOCK = 16
 SMALL, LARGE = HeadShape(8, 4, 32), HeadShape(16, 8, 128)
@@ -127,11 +124,9 @@ def torch_call(case: Case, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     return lambda: attend(q, k, v, mask, is_causal=is_causal, enable_gqa=True)
 
 
-def measure(
-    case: Case, backends: dict[str, CpuBackend], number: str, limits: Limits, args: argparse.Namespace
-) -> dict[str, float]:
+def measure(case: Case, backend: CpuBackend, number: str, limits: Limits, args: argparse.Namespace) -> dict[str, float]:
     dtype = getattr(torch, number)
-    calls: dict[str, Callable[[], object]] = {n: paged_call(b, case, dtype) for n, b in backends.items()}
+    calls: dict[str, Callable[[], object]] = {"ours": paged_call(backend, case, dtype)}
     if args.torch:
         calls["torch"] = torch_call(case, dtype)
     least = dict.fromkeys(calls, math.inf)
@@ -144,25 +139,9 @@ def measure(
     return {name: round(1e6 * seconds, 1) for name, seconds in least.items()}
 
 
-def with_kernels_of(folder: Path, ours: CpuBackend) -> CpuBackend:
-    """The backend with another checkout's kernels, whose attention has the same arguments."""
-    build.SOURCES = tuple(sorted(folder.glob("*.cpp")))
-    build.HEADERS = tuple(sorted(folder.glob("*.h")))
-    build.ABI_VERSION = _abi_version(folder)
-    other = copy.copy(ours)
-    other._kernels = build.load_kernels()
-    return other
-
-
-def _abi_version(folder: Path) -> int:
-    text = (folder / "cpu.cpp").read_text()
-    return int(text.split("int quire_abi_version() { return ", 1)[1].split(";", 1)[0])
-
-
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", type=Path, metavar="KERNELS", help="the kernels folder of another checkout")
     parser.add_argument("--numbers", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
     parser.add_argument("--rounds", type=int, default=7)
@@ -170,15 +149,12 @@ def main() -> None:
     args = parser.parse_args()
     limits = measure_limits([args.numbers], 1)
     torch.manual_seed(0)
-    backends = {"ours": CpuBackend(1)}
-    if args.against:
-        backends["other"] = with_kernels_of(args.against, backends["ours"])
-    figures = {}
+    backend, figures = CpuBackend(1), {}
     for case in CASES:
         if args.cases in case.name:
-            found = figures[case.name] = measure(case, backends, args.numbers, limits, args)
-            ratios = [f"{name}/ours {found[name] / found['ours']:5.2f}" for name in ("other", "torch") if name in found]
-            print(f"{case.name:40s} {'  '.join(ratios)}  {found}", flush=True)
+            found = figures[case.name] = measure(case, backend, args.numbers, limits, args)
+            ratio = f"torch/ours {found['torch'] / found['ours']:5.2f}" if args.torch else ""
+            print(f"{case.name:40s} {ratio}  {found}", flush=True)
     print(json.dumps(figures))
 
 

@@ -1,7 +1,6 @@
 """Structured output: the cost of a mask, and of 32 rows with a grammar against 32 rows without.
 
     python bench/structured.py                 # two to four minutes
-    python bench/structured.py --quick         # fewer layers and tokens
 
 Masks: rows walk random ways through a JSON schema over a synthetic byte-level vocabulary of 151,936 tokens. The time of
 a mask is llguidance's; the time of a step also has the change of threads, the last tokens and unpacking the bits.
@@ -59,17 +58,15 @@ PEOPLE = {"type": "array", "items": PERSON, "minItems": 1000}  # does not end wi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="4 layers, fewer steps")
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--repeats", type=int, default=3, help="runs with and without grammars")
     parser.add_argument("--output-tokens", type=int, default=24, help="per row")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = QWEN3_06B | ({"num_hidden_layers": 4} if args.quick else {})
-        made = make_model(Path(folder) / "model", model)
-        make_tokenizer(made / "tokenizer.json", model["vocab_size"])
-        masks = measure_masks(made, model["vocab_size"], 100 if args.quick else 1000)
-        rates = quiet(partial(measure_rates, made, model, args))
+        made, vocab_size = make_model(Path(folder) / "model", QWEN3_06B), QWEN3_06B["vocab_size"]
+        make_tokenizer(made / "tokenizer.json", vocab_size)
+        masks = measure_masks(made, vocab_size, 1000)
+        rates = quiet(partial(measure_rates, made, QWEN3_06B, args))
     result = masks | rates | describe()
     print(
         f"{ROWS} rows with a grammar / without: {rates['ratio']:.3f} (target {TARGET_RATIO}); "

@@ -1,7 +1,6 @@
-"""Compiles every kernel for a GPU without one and reports registers, spills, shared memory, waits and occupancy.
+"""Compiles the large kernels for a GPU without one and reports registers, spills, shared memory, waits and occupancy.
 
     python -m bench.gpu.aot            # a table, then one line of JSON; exit 1 if a bound is exceeded
-    python -m bench.gpu.aot --short    # one model, two block sizes
     python -m bench.gpu.aot --attention --arch 80    # attention only, for sm_80
 
 It finds errors of shape and type that the interpreter accepts. Run it without TRITON_INTERPRET. `waits` are the
@@ -13,14 +12,13 @@ waits for its predecessor (kernels/launch.py), in an architecture with programma
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bench.gpu.variant import Variant
-from bench.gpu.weight_variants import weight_variants
+from bench.gpu.weight_variants import Variant, weight_variants
 from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.gpu.attention.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, Processors, for_heads
 from worker_svc.engine.gpu.kernels import (
@@ -38,10 +35,7 @@ from worker_svc.engine.gpu.kernels import (
     attention,
     drafts,
     norm,
-    prepare,
-    record,
     rope_store,
-    work_list,
 )
 from worker_svc.engine.gpu.kernels.launch import FIRST_ARCHITECTURE
 from worker_svc.engine.gpu.kernels.linears import linear
@@ -74,35 +68,19 @@ FIRST_WITH_FP8 = 89
 MAX_REGISTERS = 255
 MAX_LOOP_SPILLS = 2
 SPILL = re.compile(r"\b(?:LDL|STL)\b")
-# --short omits small kernels (bench/gpu/dry_run.py compiles them) and variants that differ little from a kept variant.
-LEFT_OUT = (
-    "norm 4096", "soft_cap", "silu", "deltas", "prepare", "work_list", "gelu", "bias=True",
-    "norm=False", "filter=False part=True", "float32", "dim 80", "dim 112", "dim 256", "dim 96 exact",
-    "fp8 exact", "fp8 rows", "fp8 norm 4096", "fp8 linear few", "fp8 linear many", "experts many", "experts fp8 few",
-    "int8 rows", "int8 linear many", "int4 linear few", "group 32", "experts count", "experts group", "experts add",
-    "clamped_swiglu", "gated=False", "adapters expand few", "filter=True part=False", "linear 128x64", "linear 64x64",
-    "mistral exact", "gemma2 exact", "store mistral", "store gemma2", "without gate", "gemma2 prefill",
-    "mistral decode", "many gated=True group 0", "linear exact group 0", "drafts=False", "linear 16x32",
+WINDOW: dict[str, Any] = {"WINDOW": True, "CAPPED": False}  # layers with a sliding window
+# Attention by model: heads, type of the cache, tokens of a block, launches, and what differs from plain layers
+ATTENTION: tuple[tuple[str, HeadShape, str, int, tuple[str, ...], str, dict[str, Any]], ...] = (
+    ("0.6b", HeadShape(16, 8, 128), "bf16", 256, ("decode", "prefill", "exact"), "", {}),
+    ("mistral", HeadShape(32, 8, 128), "bf16", 64, ("prefill",), " window", WINDOW),
+    ("gemma2", HeadShape(16, 8, 256), "bf16", 64, ("decode",), " window cap", WINDOW | {"CAPPED": True}),
+    ("gpt-oss", HeadShape(64, 8, 64), "bf16", 64, ("decode", "prefill", "exact"), " window sinks",
+     WINDOW | {"SINKS": True}),
+    ("dim 96", HeadShape(32, 8, 96), "bf16", 256, ("prefill",), "", {}),
+    ("0.6b fp8", HeadShape(16, 8, 128), "fp8e4nv", 256, ("decode", "prefill"), "", {}),
 )  # fmt: skip
-LEFT_OUT_PAGES = (
-    "prefill page 16", "exact page 16", "decode page 16", "dim 96 decode page 256", "page 64 cap", "page 64 sinks",
-)  # fmt: skip
-
-SHAPES = {"0.6b": HeadShape(16, 8, 128), "8b": HeadShape(32, 8, 128), "0.5b": HeadShape(14, 2, 64)}
-# Layers with and without a sliding window or a soft cap, as attention is compiled for them
-PLAIN: dict[str, dict[str, Any]] = {"": {"WINDOW": False, "CAPPED": False}}
-WINDOWS: dict[str, dict[str, Any]] = {" window": {"WINDOW": True, "CAPPED": False}}
-CAPS: dict[str, dict[str, Any]] = {
-    " cap": {"WINDOW": False, "CAPPED": True}, " window cap": {"WINDOW": True, "CAPPED": True},
-}  # fmt: skip
-SINKS: dict[str, dict[str, Any]] = {
-    f"{name} sinks": masks | {"SINKS": True} for name, masks in (PLAIN | WINDOWS).items()
-}  # fmt: skip
-MASKED_SHAPES = {
-    "mistral": (HeadShape(32, 8, 128), WINDOWS), "gemma2": (HeadShape(16, 8, 256), CAPS),
-    "gpt-oss": (HeadShape(64, 8, 64), SINKS),
-}  # fmt: skip
-ODD_SHAPES = {f"dim {dim}": HeadShape(32, 8, dim) for dim in (80, 96, 112, 256)}
+WITHOUT_STORE = ("mistral", "gemma2")  # it is compiled as for 0.6b
+TILES = {"decode": DECODE_TILES, "prefill": PREFILL_TILES, "exact": EXACT_TILES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,34 +110,20 @@ class Report:
         )
 
 
-def variants(
-    dtype: str = "bf16",
-    models: Iterable[str] = SHAPES,
-    pages: Iterable[int] = (16, 64, 256),
-    processors: Processors = HOPPER.processors,
-) -> Iterator[Variant]:
-    """Every kernel in the configurations that a worker launches for these models and block sizes."""
-    t, i, f = f"*{dtype}", "*i32", "*fp32"
-    for name, size, norm_kind in (("", 1024, "rms"), (" 4096", 4096, "rms"), (" layer", 1024, "layer")):
-        constants = {"N": size, "BLOCK": size, "ADD": True, "KIND": norm.KINDS[norm_kind]}
-        yield Variant(f"norm{name}", norm.norm_kernel, f"{t} {t} {t} {t} {t} fp32", constants, size // 512)
-    for kind, name in enumerate(activation.GATED):
-        constants = {"BLOCK": activation.BLOCK, "KIND": kind}
-        yield Variant(name, activation.gated_activation_kernel, f"{t} {t} i32", constants)
-        if name in activation.ACTIVATIONS:
-            yield Variant(f"{name} without gate", activation.activation_kernel, f"{t} i32", constants)
-    yield Variant("soft_cap", activation.soft_cap_kernel, f"{t} fp32 i32", {"BLOCK": activation.BLOCK})
-    for bias in (False, True):
-        yield _linear(f"linear bias={bias}", t, linear.TILE, has_bias=bias)
+def variants(processors: Processors = HOPPER.processors) -> Iterator[Variant]:
+    """The kernels that compute most, each in a few configurations that a worker launches; bench/gpu/dry_run.py compiles
+    the small ones."""
+    t, i, f = "*bf16", "*i32", "*fp32"
+    for name, kind in (("", "rms"), (" layer", "layer")):
+        constants = {"N": 1024, "BLOCK": 1024, "ADD": True, "KIND": norm.KINDS[kind]}
+        yield Variant(f"norm{name}", norm.norm_kernel, f"{t} {t} {t} {t} {t} fp32", constants, 2)
+    constants = {"BLOCK": activation.BLOCK, "KIND": activation.GATED.index("relu2")}
+    yield Variant("relu2", activation.gated_activation_kernel, f"{t} {t} i32", constants)
+    yield _linear("linear bias=False", t, linear.TILE)
     for _, tile in linear.TILES:
-        yield _linear(f"linear {tile.rows}x{tile.columns}", t, tile)
-    yield _linear("linear float32", f, linear.WIDE)
+        if (tile.rows, tile.columns) in LINEAR_TILES:
+            yield _linear(f"linear {tile.rows}x{tile.columns}", t, tile)
     yield from weight_variants(t)
-    yield Variant("deltas", record.deltas_kernel, f"{i} {i} i32", {"BLOCK": record.BLOCK})
-    for most in (0, 8):
-        constants = {"TABLE": record.TABLE, "PAGE": 256, "BLOCK": prepare.BLOCK, "DRAFTS": most, "HISTORY": 8192}
-        types = f"{i} i32 {i} {i} {i} {i} {i} {i} {i} {i} i32 {i} {i}"
-        yield Variant(f"prepare drafts={most}", prepare.prepare_kernel, types, constants)
     yield Variant("output_positions", drafts.output_positions_kernel, f"{i} {i} {i} {i} i32 {i} i32", {"BLOCK": 128})
     constants = {"MOST": 8, "HISTORY": drafts.HISTORY}
     yield Variant("accept", drafts.accept_kernel, f"{i} {i} {i} {i} {i} {i} {i} {i} i32 {i} {i} i32", constants, 1)
@@ -168,63 +132,54 @@ def variants(
         "POSITION_BITS": drafts.POSITION_BITS, "BLOCK": drafts.BLOCK,
     }  # fmt: skip
     yield Variant("suffix", drafts.suffix_kernel, f"{i} {i} {i} i32 {i} {i}", constants)
-    for model in models:
-        yield from _head_variants(model, SHAPES[model], dtype, dtype, pages, processors)
-    for model, (shape, all_masks) in MASKED_SHAPES.items():
-        yield from _head_variants(model, shape, dtype, dtype, (16, 64), processors, all_masks)
-    for model, shape in ODD_SHAPES.items():
-        yield from _head_variants(model, shape, dtype, dtype, (16, 256), processors)
-    yield from _head_variants("0.6b fp8", SHAPES["0.6b"], dtype, "fp8e4nv", pages, processors)
-    for model in ("0.6b", "dim 256"):
-        yield from _head_variants(f"{model} float32", (SHAPES | ODD_SHAPES)[model], "fp32", "fp32", (256,), processors)
+    for model, shape, kv_dtype, page, uses, suffix, masks in ATTENTION:
+        if model not in WITHOUT_STORE:
+            yield _store_variant(model, shape, kv_dtype)
+        for use in uses:
+            yield _attention_variant(f"attention {model} {use}", use, shape, kv_dtype, page, suffix, masks, processors)
     yield from _sampling_variants(t, i, f)
 
 
-def _linear(name: str, t: str, tile: LinearTile, *, has_bias: bool = False) -> Variant:
-    constants = {"BIAS": has_bias, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
+LINEAR_TILES = ((128, 128), (64, 32), (16, 16))
+
+
+def _linear(name: str, t: str, tile: LinearTile) -> Variant:
+    constants = {"BIAS": False, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
     types = f"{t} {t} {t} {t} i32 i32 i32 i32"
     return Variant(name, linear.linear_kernel, types, constants, tile.num_warps, tile.num_stages, ("N", "K"))
 
 
-def _head_variants(
-    model: str,
-    shape: HeadShape,
-    dtype: str,
-    kv_dtype: str,
-    pages: Iterable[int],
+def _heads(shape: HeadShape) -> dict[str, int]:
+    return {"HQ": shape.num_q_heads, "HKV": shape.num_kv_heads, "D": shape.head_dim}
+
+
+def _store_variant(model: str, shape: HeadShape, kv_dtype: str) -> Variant:
+    t, kv, i, f = "*bf16", f"*{kv_dtype}", "*i32", "*fp32"
+    return Variant(
+        f"rope_store {model} norm=True", rope_store.rope_store_kernel,
+        f"{t} {t} {t} {f} {f} {i} {i} {t} {kv} {kv} {f} {f} fp32",
+        _heads(shape) | {
+            "HEADS": triton.next_power_of_2(shape.num_q_heads + 2 * shape.num_kv_heads),
+            "HALVES": triton.next_power_of_2(shape.head_dim) // 2, "TURNED": shape.head_dim // 2, "NORM": 1,
+            "WIDE": False, "SCALED": kv_dtype != "bf16", "INTERLEAVED": False, "SCALES_Q": False,
+        },
+    )  # fmt: skip
+
+
+def _attention_variant(
+    name: str, use: str, shape: HeadShape, kv_dtype: str, page: int, suffix: str, masks: dict[str, Any],
     processors: Processors,
-    all_masks: dict[str, dict[str, Any]] = PLAIN,
-) -> Iterator[Variant]:
-    t, kv, i, f = f"*{dtype}", f"*{kv_dtype}", "*i32", "*fp32"
-    width, is_scaled = triton.next_power_of_2(shape.head_dim), kv_dtype != dtype
-    heads = {"HQ": shape.num_q_heads, "HKV": shape.num_kv_heads, "D": shape.head_dim}
-    lines = triton.next_power_of_2(shape.num_q_heads + 2 * shape.num_kv_heads)
-    for has_norm in (False, True):
-        yield Variant(
-            f"rope_store {model} norm={has_norm}", rope_store.rope_store_kernel,
-            f"{t} {t} {t} {f} {f} {i} {i} {t} {kv} {kv} {f} {f} fp32",
-            heads | {
-                "HEADS": lines, "HALVES": width // 2, "TURNED": shape.head_dim // 2, "NORM": int(has_norm),
-                "WIDE": False, "SCALED": is_scaled, "INTERLEAVED": False, "SCALES_Q": False,
-            },
-        )  # fmt: skip
-    for use, all_tiles in (("decode", DECODE_TILES), ("prefill", PREFILL_TILES), ("exact", EXACT_TILES)):
-        tiles = for_heads(all_tiles, shape, 4 if dtype == "fp32" else 2, processors.shared_bytes)
-        for page, (suffix, masks) in itertools.product(pages, all_masks.items()):
-            constants = heads | {"SINKS": False} | masks | {
-                "PAGE": page, "GROUP": attention.group_lines(shape), "BLOCK_M": tiles.block_m,
-                "BLOCK_N": tiles.block_n, "BLOCK_D": width, "MIN_SPLIT": tiles.min_split, "FIXED": tiles.fixed_split,
-                "ONE_LOOP": tiles.one_loop, "SCALED": is_scaled,
-            }  # fmt: skip
-            types = f"{t} {kv} {kv} {f} {i} i32 {i} {i} {i} {i} {i} {i} {t} {f} {f} {i} {f} fp32 i32 i32 fp32"
-            name = f"attention {model} {use} page {page}{suffix}"
-            yield Variant(name, attention.paged_attention_kernel, types, constants, tiles.num_warps, tiles.num_stages)
-        constants = {
-            "QUERIES": tiles.queries(shape), "MIN_SPLIT": tiles.min_split, "FIXED": tiles.fixed_split,
-            "ROWS": work_list.MIN_ROWS, "BLOCK": 64,
-        }  # fmt: skip
-        types = f"{i} {i} {i} {i} {i} {i} i32 i32 i32 i32 fp32 i32 i32"
-        yield Variant(f"work_list {model} {use}", work_list.work_list_kernel, types, constants)
+) -> Variant:  # fmt: skip
+    t, kv, i, f = "*bf16", f"*{kv_dtype}", "*i32", "*fp32"
+    tiles = for_heads(TILES[use], shape, 2, processors.shared_bytes)
+    constants = _heads(shape) | {"SINKS": False, "WINDOW": False, "CAPPED": False} | masks | {
+        "PAGE": page, "GROUP": attention.group_lines(shape), "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n, "BLOCK_D": triton.next_power_of_2(shape.head_dim), "MIN_SPLIT": tiles.min_split,
+        "FIXED": tiles.fixed_split, "ONE_LOOP": tiles.one_loop, "SCALED": kv_dtype != "bf16",
+    }  # fmt: skip
+    types = f"{t} {kv} {kv} {f} {i} i32 {i} {i} {i} {i} {i} {i} {t} {f} {f} {i} {f} fp32 i32 i32 fp32"
+    kernel = attention.paged_attention_kernel
+    return Variant(f"{name} page {page}{suffix}", kernel, types, constants, tiles.num_warps, tiles.num_stages)
 
 
 def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
@@ -238,16 +193,14 @@ def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
     yield Variant("collect", candidates.collect_kernel, f"{source} {f} {f} {i} {f} i32", room | chunk)
     yield Variant("select", candidates.select_kernel, f"{source} {f} {f} {f} {i} *i64 {f} i32", room)
     yield Variant("banned", banned.banned_kernel, f"{source} {i} i32 i32", {"BLOCK": banned.BLOCK}, 2)
-    for has_drafts in (False, True):
-        constants = {"CHUNK": process.CHUNK, "DRAFTS": has_drafts}
-        types = f"{source} {f} {i} {f} {i} {i} {i} i32"
-        yield Variant(f"process drafts={has_drafts}", process.process_kernel, types, constants)
-        constants = {
-            "RECENT": process.RECENT, "WORDS_AT_ONCE": process.WORDS_AT_ONCE, "BLOCK": process.BLOCK,
-            "DRAFTS": has_drafts,
-        }  # fmt: skip
-        types = f"{f} i32 {i} {i} {i} {i} {i} {i} i32 {i} {i} {i}"
-        yield Variant(f"bad_words drafts={has_drafts}", process.bad_words_kernel, types, constants, 1)
+    constants: dict[str, Any] = {"CHUNK": process.CHUNK, "DRAFTS": True}
+    types = f"{source} {f} {i} {f} {i} {i} {i} i32"
+    yield Variant("process drafts=True", process.process_kernel, types, constants)
+    constants = {
+        "RECENT": process.RECENT, "WORDS_AT_ONCE": process.WORDS_AT_ONCE, "BLOCK": process.BLOCK, "DRAFTS": True,
+    }  # fmt: skip
+    types = f"{f} i32 {i} {i} {i} {i} {i} {i} i32 {i} {i} {i}"
+    yield Variant("bad_words drafts=True", process.bad_words_kernel, types, constants, 1)
     constants = {"RECENT": process.RECENT, "BLOCK": process.ROWS_AT_ONCE}
     yield Variant("record_tokens", process.record_tokens_kernel, f"{i} {i} {i} {i} {i} i32 i32 i32", constants)
     chunks = triton.next_power_of_2(triton.cdiv(151_936, sample.CHUNK))
@@ -255,10 +208,9 @@ def _sampling_variants(t: str, i: str, f: str) -> Iterator[Variant]:
         chosen: dict[str, Any] = {"FILTER": is_filtered, "CHUNK": sample.CHUNK}
         types = f"{source} {i} {f} {f} {i} i32 i32"
         yield Variant(f"scores filter={is_filtered}", sample.chunk_scores_kernel, types, chosen)
-        for is_part in (False, True):
-            last = chosen | {"ERROR": sample.APPROXIMATION_ERROR, "CHUNKS": chunks, "IS_PART": is_part}
-            name = f"pick filter={is_filtered} part={is_part}"
-            yield Variant(name, sample.pick_kernel, f"{types} {i} {i} *i64", last)
+        last = chosen | {"ERROR": sample.APPROXIMATION_ERROR, "CHUNKS": chunks, "IS_PART": is_filtered}
+        name = f"pick filter={is_filtered} part={is_filtered}"
+        yield Variant(name, sample.pick_kernel, f"{types} {i} {i} *i64", last)
     yield Variant("read_keys", sample.read_keys_kernel, f"*i64 {i} i32 {i} {i} {i} i32", {"BLOCK": sample.KEYS})
 
 
@@ -374,7 +326,7 @@ def main() -> None:
     arch = ARCHITECTURES[args.arch]
     reports, failed = [], []
     print(f"triton {triton.__version__}, sm_{args.arch}")
-    for variant in chosen_variants(arch, is_short=args.short, is_attention_only=args.attention):
+    for variant in chosen_variants(arch, is_attention_only=args.attention):
         report = compile_variant(variant, arch)
         reports.append(report)
         verdict = "" if report.is_within(arch) else "  EXCEEDS A BOUND"
@@ -392,12 +344,9 @@ def main() -> None:
     sys.exit(1 if failed else 0)
 
 
-def chosen_variants(arch: Architecture, *, is_short: bool, is_attention_only: bool = False) -> Iterator[Variant]:
-    """All variants, or those of one model, or those of attention."""
-    short: dict[str, Any] = {"models": ["0.6b"], "pages": [16, 256]} if is_short else {}
-    for variant in variants(**short, processors=arch.processors):
-        if is_short and any(part in variant.name for part in (*LEFT_OUT, *LEFT_OUT_PAGES)):
-            continue
+def chosen_variants(arch: Architecture, *, is_attention_only: bool = False) -> Iterator[Variant]:
+    """The variants that this architecture can run, or those of attention."""
+    for variant in variants(arch.processors):
         if "fp8" in variant.name and arch.number < FIRST_WITH_FP8:
             continue
         if not is_attention_only or variant.kernel is attention.paged_attention_kernel:
@@ -406,7 +355,6 @@ def chosen_variants(arch: Architecture, *, is_short: bool, is_attention_only: bo
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="one model, two block sizes")
     parser.add_argument("--attention", action="store_true", help="attention only")
     parser.add_argument("--arch", type=int, choices=ARCHITECTURES, default=90, help="90 is sm_90 (default)")
     return parser.parse_args()

@@ -20,10 +20,10 @@ pytestmark = pytest.mark.timeout(1800)  # a backstop: `limited` counts processor
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def compiled(module: str, **variables: str) -> Any:
+def compiled(module: str, *flags: str, **variables: str) -> Any:
     """The JSON in the last line of the module's output."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    command = limited([sys.executable, "-m", module, "--short"], cpu_s=180)
+    command = limited([sys.executable, "-m", module, *flags], cpu_s=180)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -32,10 +32,10 @@ def compiled(module: str, **variables: str) -> Any:
 
 @pytest.mark.deep
 def test_a_worker_compiles_all_kernels_in_processes_and_its_next_start_none(tmp_path):
-    (first,) = compiled("bench.gpu.dry_run", TRITON_CACHE_DIR=str(tmp_path))
+    (first,) = compiled("bench.gpu.dry_run", "--short", TRITON_CACHE_DIR=str(tmp_path))
     assert first["graphs"] > 0
     assert first["in_processes"] == first["kernels"] > 0
-    (second,) = compiled("bench.gpu.dry_run", TRITON_CACHE_DIR=str(tmp_path))
+    (second,) = compiled("bench.gpu.dry_run", "--short", TRITON_CACHE_DIR=str(tmp_path))
     assert second == first | {"in_processes": 0}
     assert first["by_launches"] == first["while_recording"] == first["by_requests"] == []
 
