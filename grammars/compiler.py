@@ -15,6 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from grammars.schemas import (
+    INPUT_GRAMMAR,
     MAX_SEARCH_S,
     GrammarError,
     Schema,
@@ -106,9 +107,15 @@ def located_error(schemas: Sequence[str]) -> tuple[int, str, str] | None:
         schema = with_known_formats(schema_of(text))
         if time.process_time() >= stop_at:
             return None
+        if INPUT_GRAMMAR in schema and (error := _error_of_lark(schema[INPUT_GRAMMAR])):
+            return i, "", error
         if error := _error_of_schema(schema):
             return i, failing_part(schema, _error_of_schema, stop_at), error
     return None
+
+
+def _error_of_lark(text: str) -> str:
+    return _first_line(LLMatcher.validate_grammar(_to_llguidance(GrammarKind.LARK, text)))
 
 
 def _error_of_schema(schema: Schema) -> str:

@@ -21,6 +21,8 @@ SINGLE = (
     *("items", "additionalItems", "unevaluatedItems", "contains", "additionalProperties", "unevaluatedProperties"),
     *("propertyNames", "not", "if", "then", "else"),
 )
+INPUT = "input"  # the only argument of a custom tool, a text
+INPUT_GRAMMAR = "x-grammar"  # keyword of the schema of a custom tool's arguments: the Lark grammar of the text
 SHARED = ("$defs", "definitions")  # targets of references
 MAX_DEPTH = 64  # nesting; llguidance's parser stops at 128
 MAX_SEARCH_S = 0.05  # processor time for finding the part of a schema that cannot be used

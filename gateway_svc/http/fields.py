@@ -254,7 +254,10 @@ RESPONSES = (
     BodyField("background", doc="Answer immediately, and compute the response in the background."),
     BodyField("stream", doc="Answer with server-sent events."),
     BodyField("stream_options", doc="No effect."),
-    BodyField("tools", doc="Functions. Tools of other types are ignored and listed in `x-ignored-fields`."),
+    BodyField(
+        "tools",
+        doc="The client's tools ([responses.md](responses.md#tools)). `web_search` is ignored.",
+    ),
     BodyField("tool_choice", doc='`none`, `auto`, `required` or `{"type": "function", "name": ...}`.'),
     BodyField("parallel_tool_calls", doc="false: at most one call."),
     BodyField("text", doc="`format`: text, json_object or json_schema."),

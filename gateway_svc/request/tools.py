@@ -16,7 +16,7 @@ from gateway_svc.text.bundle import Tokenizer
 from gateway_svc.text.chat_output import AnswerPiece, ChatFormat, ChatParser, call_id, short_call_id
 from gateway_svc.text.tool_formats import CallIds
 from gateway_svc.text.tool_grammar import CallRules, tool_grammar
-from grammars.schemas import GrammarError, schema_of
+from grammars.schemas import INPUT_GRAMMAR, GrammarError, schema_of
 from request_fields.fields import MAX_GRAMMAR_BYTES
 from request_fields.grammar import Grammar, GrammarKind, GrammarSchema
 from svc_common.errors import InvalidRequestError
@@ -96,7 +96,16 @@ def read_tools(chat: pb.Chat) -> ChatTools:
     if chat.tool_choice == pb.TOOL_CHOICE_NONE:
         return NO_TOOLS
     strict = frozenset(tool["function"]["name"] for tool in given if tool["function"].get("strict"))
-    return ChatTools(tuple(given), schemas, strict)
+    return ChatTools(tuple(map(_as_shown, given)), schemas, strict)
+
+
+def _as_shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool as templates show it: without the grammar of its input."""
+    parameters = tool["function"].get("parameters") or {}
+    if INPUT_GRAMMAR not in parameters:
+        return tool
+    own = {key: value for key, value in parameters.items() if key != INPUT_GRAMMAR}
+    return {**tool, "function": {**tool["function"], "parameters": own}}
 
 
 def _read_tool(where: str, tool: Any) -> tuple[str, Mapping[str, Any]]:
@@ -115,6 +124,10 @@ def _read_tool(where: str, tool: Any) -> tuple[str, Mapping[str, Any]]:
         )
     if schema is not None and not isinstance(schema, dict):
         raise refused(f"{where}.function.parameters", "must be a JSON schema of an object")
+    grammar = (schema or {}).get(INPUT_GRAMMAR, "")
+    if not isinstance(grammar, str) or len(grammar.encode()) > MAX_GRAMMAR_BYTES:
+        words = f"must be a text of at most {MAX_GRAMMAR_BYTES} bytes"
+        raise refused(f"{where}.function.parameters.{INPUT_GRAMMAR}", words)
     if not isinstance(function.get("strict"), bool | None):
         raise refused(f"{where}.function.strict", f"is {shown(function['strict'])}; must be true or false")
     return name, schema or {}
@@ -221,7 +234,8 @@ def _schemas_of(tools: ChatTools, constrained: Mapping[str, Mapping[str, Any]]) 
     """The schemas of the calls, for error messages."""
     for i, name in enumerate(tools.schemas):
         if name in constrained:
-            field = f"{CHAT}.tools_json[{i}].function.parameters"
+            part = f".{INPUT_GRAMMAR}" if INPUT_GRAMMAR in constrained[name] else ""
+            field = f"{CHAT}.tools_json[{i}].function.parameters{part}"
             yield GrammarSchema(field, json.dumps(constrained[name]), f" of tool {name!r}")
 
 

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from grammars.schemas import with_known_formats
+from gateway_svc.text.input_grammar import plain, quoted
+from grammars.schemas import INPUT, INPUT_GRAMMAR, with_known_formats
 from request_fields.grammar import JSON_WHITESPACE, GrammarKind
 
 TokenId: TypeAlias = Callable[[str], int | None]
@@ -54,7 +55,25 @@ class Lark:
         """Add text that matches a JSON Schema or a regular expression. Raises ValueError for text that is not JSON."""
         if kind is GrammarKind.JSON_SCHEMA:
             return self.add_json(json.loads(text))
-        return self.add("regex", _regex(text))
+        return self.add("regex", slashed(text))
+
+    def add_arguments(self, schema: Mapping[str, Any]) -> str:
+        """Add the JSON object of a call's arguments. Raises GrammarError for an invalid grammar of an input."""
+        if INPUT_GRAMMAR not in schema:
+            return self.add_json(schema)
+        head = json.dumps(f'{{"{INPUT}": ')
+        return f'{head} {self.add_quoted_input(schema)} "}}"'
+
+    def add_quoted_input(self, schema: Mapping[str, Any]) -> str:
+        """Add a JSON string of text that matches the grammar of a custom tool."""
+        return f'"\\"" {self._add_nested(quoted(schema[INPUT_GRAMMAR]))} "\\""'
+
+    def add_plain_input(self, schema: Mapping[str, Any]) -> str:
+        """Add text that matches the grammar of a custom tool, to be followed by a marker."""
+        return self._add_nested(plain(schema[INPUT_GRAMMAR]))
+
+    def _add_nested(self, grammar: str) -> str:
+        return self.add("input", f"%lark {{\n{grammar}\n}}")
 
     def members(self, required: Sequence[str], optional: Sequence[str], comma: str) -> str:
         """Rules one after the other with commas between them, the optional ones after the others."""
@@ -82,9 +101,9 @@ class Lark:
     def matching_until(self, marker: str, regexes: Sequence[str], *, may_be_empty: bool) -> str:
         """Add text that all regular expressions match, up to and including the marker."""
         if self.token_id(marker) is None:
-            return self._add_before(marker, " & ".join(map(_regex, regexes)))
+            return self._add_before(marker, " & ".join(map(slashed, regexes)))
         name = f"TEXT_{len(self._rules)}"
-        self._rules.append(f"{name}: {' & '.join(map(_regex, ('(?s:.+)', *regexes)))} & {_without(marker)}")
+        self._rules.append(f"{name}: {' & '.join(map(slashed, ('(?s:.+)', *regexes)))} & {_without(marker)}")
         return f"{name}{'?' if may_be_empty else ''} {self.literal(marker)}"
 
     def _add_before(self, marker: str, body: str) -> str:
@@ -116,7 +135,8 @@ def _without(marker: str) -> str:
     return rf"~/(?s:.*){_escaped(marker)}(?s:.*)/"
 
 
-def _regex(text: str) -> str:
+def slashed(text: str) -> str:
+    """A regular expression as Lark has it."""
     return f"/{IN_SLASHES.sub(_in_slashes, text)}/"
 
 

@@ -26,7 +26,7 @@ from gateway_svc.text.lark import Lark, TokenId
 from gateway_svc.text.reasoning import HarmonyReasoning, ReasoningFormat
 from gateway_svc.text.structural_tags import add_structural_tag
 from gateway_svc.text.tool_formats import HARMONY, TOOL_FORMATS, HarmonyCalls
-from grammars.schemas import SHARED
+from grammars.schemas import INPUT, INPUT_GRAMMAR, SHARED, GrammarError
 from request_fields.grammar import GrammarKind
 
 Layout = TypeVar("Layout")
@@ -153,6 +153,8 @@ class _Json(_Writer[JsonCalls]):
         same time."""
         if self.start or self._layout.is_list:
             return self.body(name, schema)
+        if INPUT_GRAMMAR in schema:
+            raise GrammarError(f"the grammar of {name!r} cannot be enforced beside a format of the text")
         shared = {keyword: schema[keyword] for keyword in SHARED if keyword in schema}
         properties = {"name": {"const": name}, "parameters": _arguments(schema)}
         return self._lark.add_json({**shared, **CLOSED_OBJECT, "properties": properties, "required": list(properties)})
@@ -187,6 +189,8 @@ class _Python(_Writer[PythonCalls]):
         return f"{opened} {body} {more} {closed} {self._lark.literal(self._layout.block[1])}"
 
     def _argument(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        if INPUT_GRAMMAR in root:
+            return f"{self._lark.literal(f'{key}=')} {self._lark.add_quoted_input(root)}"
         if types_of(schema, root) == {"boolean"}:
             return f'{self._lark.literal(f"{key}=")} ("True" | "False")'
         shared = {name: root[name] for name in SHARED if name in root}
@@ -233,6 +237,8 @@ class _Xml(_Writer[XmlCalls]):
 
     def _parameter(self, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
         head, end = self._lark.literal(self._layout.parameter[0].replace("{key}", key)), self._layout.parameter[1]
+        if INPUT_GRAMMAR in root:  # the text may have taken the line break of the marker
+            return f'{head} {self._lark.add_plain_input(root)} "\\n"? {self._lark.literal(end.lstrip())}'
         if types_of(schema, root) <= TEXT_OR_NULL:
             texts, marker = texts_of(schema, root), end.strip()
             if texts is None:
@@ -255,7 +261,7 @@ class _Marked(_Writer[MarkedCalls]):
         if self._layout.is_numbered:
             named = self._lark.literal(f"{before}functions.{name}:")
             head = f"{named} /[0-9]{{1,4}}/ {self._lark.literal(after)}"
-        arguments = self._lark.add_json(_arguments(schema))
+        arguments = self._lark.add_arguments(_arguments(schema))
         tail = self._lark.add("tail", f"{head} {arguments} {self._lark.literal(self._layout.call[1])}")
         self._tails.append(tail)
         return f"{self._lark.literal(self._layout.start)} {tail}"
@@ -277,8 +283,16 @@ class _Gemma(_Writer[GemmaCalls]):
         self.start = self._layout.start
 
     def body(self, name: str, schema: Mapping[str, Any]) -> str:
-        values = GemmaValues(self._lark, self._layout.quote, _arguments(schema), f"tool {name!r}")
-        return f"{self._lark.literal(f'call:{name}')} {values.root} {self._lark.literal(self._layout.end)}"
+        return (
+            f"{self._lark.literal(f'call:{name}')} {self._values(name, schema)} {self._lark.literal(self._layout.end)}"
+        )
+
+    def _values(self, name: str, schema: Mapping[str, Any]) -> str:
+        quote = self._layout.quote
+        if INPUT_GRAMMAR not in schema:
+            return GemmaValues(self._lark, quote, _arguments(schema), f"tool {name!r}").root
+        before, after = self._lark.literal(f"{{{INPUT}:{quote}"), self._lark.literal(f"{quote}}}")
+        return f"{before} {self._lark.add_plain_input(schema)} {after}"
 
 
 class _Harmony(_Writer[HarmonyCalls]):
@@ -289,7 +303,8 @@ class _Harmony(_Writer[HarmonyCalls]):
     preamble = "<|channel|>commentary<|message|>"
 
     def body(self, name: str, schema: Mapping[str, Any]) -> str:
-        return f"{self._lark.literal(f'{name} <|constrain|>json<|message|>')} {self._lark.add_json(_arguments(schema))}"
+        head = self._lark.literal(f"{name} <|constrain|>json<|message|>")
+        return f"{head} {self._lark.add_arguments(_arguments(schema))}"
 
     def content(self, rule: str) -> str:
         return f"{self._lark.literal(self.final)} {rule}"
@@ -316,7 +331,7 @@ class _Mistral(_Writer[MistralCalls]):
     def body(self, name: str, schema: Mapping[str, Any]) -> str:
         if self._is_list:
             return _object(self._lark, self._layout.head.replace("{name}", json.dumps(name)), schema)
-        return f"{self._lark.literal(f'{name}[ARGS]')} {self._lark.add_json(_arguments(schema))}"
+        return f"{self._lark.literal(f'{name}[ARGS]')} {self._lark.add_arguments(_arguments(schema))}"
 
     def calls(self, body: str, *, is_parallel: bool) -> str:
         if not self._is_list:
@@ -338,7 +353,7 @@ WRITERS: Mapping[type, type[_Writer[Any]]] = {
 
 def _object(lark: Lark, head: str, schema: Mapping[str, Any]) -> str:
     """The object of a call. The schema stays a separate document, because its references start at its root."""
-    return f'{json.dumps(head)} {lark.add_json(_arguments(schema))} "}}"'
+    return f'{json.dumps(head)} {lark.add_arguments(_arguments(schema))} "}}"'
 
 
 def _arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from quire_client.demo import demo_model_dir
 
 from tests.chat_templates import HERMES
 from tests.processes.ports import free_port
-from tests.processes.stack import Service, Stack, wait_idle
+from tests.processes.stack import ROOT, Service, Stack, wait_idle
 
 MODEL = "demo"
 WORKER = ("--kv-cache-memory", "64M", "--dtype", "float32", "--model-name", MODEL, "--determinism", "exact")
@@ -306,3 +307,45 @@ async def kill_and_restart(running: Running, victim: str, client: AsyncClient) -
         service = getattr(running, victim)
     service.kill()
     service.start()
+
+
+APPLY_PATCH = (ROOT / "tests/apply_patch.lark").read_text()  # Codex sends this one
+PATCH_LINE = re.compile(
+    r"\*\*\* (Add|Delete|Update) File: .+|\*\*\* Move to: .+|@@( .+)?|[-+ ].*|\*\*\* End of File|\*\*\* End Patch"
+)
+
+
+def check_patch(patch: str, *, is_complete: bool) -> None:
+    """Every line is one of a patch; the last line of an incomplete patch may be the start of one."""
+    first, *lines = patch.removesuffix("\n").split("\n")
+    assert first == "*** Begin Patch" or not (is_complete or lines)
+    for line in lines if is_complete else lines[:-1]:
+        assert PATCH_LINE.fullmatch(line), patch
+    assert not is_complete or lines[-1] == "*** End Patch"
+
+
+async def test_a_hundred_sampled_patches_follow_their_grammar(http: openai.AsyncOpenAI) -> None:
+    """Half of them with a grammar without repetitions, so that the demo model ends them."""
+    short = APPLY_PATCH.replace("hunk+", "hunk").replace("add_line+", "add_line").replace("change?", "")
+    short = short.replace("(.+)", "([a-z]{1,8})").replace("(.*)", "([a-z ]{0,9})")
+    limit = asyncio.Semaphore(8)
+
+    async def patch_of(seed: int) -> str:
+        form = {"type": "grammar", "syntax": "lark", "definition": (APPLY_PATCH, short)[seed % 2]}
+        async with limit:
+            answer: Any = await http.responses.create(
+                model=MODEL,
+                input="Fix it.",
+                tools=[{"type": "custom", "name": "apply_patch", "format": form}],  # type: ignore[list-item]
+                tool_choice={"type": "custom", "name": "apply_patch"},
+                max_output_tokens=150,
+                temperature=1.0,
+                extra_body={"seed": seed},
+            )
+        (call,) = answer.output
+        assert (call.type, call.name) == ("custom_tool_call", "apply_patch")
+        check_patch(call.input, is_complete=answer.status == "completed")
+        return str(answer.status)
+
+    statuses = await asyncio.gather(*map(patch_of, range(100)))
+    assert statuses.count("completed") >= 40

@@ -12,6 +12,7 @@ import openai
 import pytest
 from quire_client.demo import demo_model_dir
 
+from tests.chat_templates import HERMES
 from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisServer
 from tests.processes.stack import Service, Stack, wait_idle
@@ -85,7 +86,7 @@ class Received:
         if event.type == "response.created":
             self.response_id = event.response.id
             assert (event.response.model, event.response.created_at > 0) == (MODEL, True)
-        if event.type == "response.output_text.delta":
+        if event.type in ("response.output_text.delta", "response.custom_tool_call_input.delta"):
             self.text += event.delta
         if event.type in ("response.completed", "response.incomplete"):
             self.final = event.response
@@ -241,3 +242,41 @@ async def test_a_conversation_continues_from_a_stored_response(running: Running)
         assert [item.content[0].text async for item in await first.responses.input_items.list(two.id)] == ["And max?"]
         with pytest.raises(openai.NotFoundError):
             await second.responses.retrieve(whole.id)
+
+
+async def test_a_patch_continues_on_another_gateway_after_a_kill(tmp_path: Path) -> None:
+    """A custom tool's call under its grammar, streamed: the same events from the second gateway."""
+    template = tmp_path / "tools.jinja"
+    template.write_text(HERMES)
+    form = {"type": "grammar", "syntax": "regex", "definition": r"(\+[a-z \"]{8,20}\n){40}"}
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "input": "Fix it.",
+        "tools": [{"type": "custom", "name": "patch", "format": form}],
+        "tool_choice": "required",
+        "extra_body": {"seed": 5, "parallel_tool_calls": False},
+    }
+    with RedisServer(tmp_path) as redis, Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler("--insecure", "--redis", redis.url)
+        worker = ("--kv-cache-memory", "64M", "--dtype", "float32", "--model-name", MODEL)
+        stack.start_worker(scheduler, demo_model_dir(), *worker)
+        flags = ("--redis", redis.url, "--chat-template", f"default={template}", "--reasoning-parser", "none")
+        urls = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+        gateways = [stack.start_gateway(scheduler, flags=(*flags, "--http-listen", url)) for url in urls]
+        async with (
+            await stack.connect(gateways[0]),
+            await stack.connect(gateways[1]),
+            client_of(f"http://{urls[0]}/v1") as first,
+            client_of(f"http://{urls[1]}/v1") as second,
+        ):
+            expected = (await second.responses.create(**body)).output[0].input  # type: ignore[union-attr]
+            assert len(expected.splitlines()) == 40
+            received = Received()
+            stream = await first.responses.create(**body, background=True, stream=True)
+            with pytest.raises(openai.APIConnectionError):
+                await received.read(stream, at=100, then=gateways[0].kill)
+            assert 100 < len(received.text) < len(expected)
+            rest = await second.responses.retrieve(received.response_id, stream=True, starting_after=received.number)
+            async for event in rest:
+                received.take(event)
+            assert (received.text, received.final.output[0].input) == (expected, expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,19 @@ from gateway_svc.http import fields
 from gateway_svc.http.fields import ignored_names, invalid, path_names, set_parameters, shown
 from gateway_svc.http.openai.bodies import body_of
 from gateway_svc.http.openai.chat import EFFORTS, TOOL_CHOICES, flag
-from gateway_svc.http.responses.events import HEAD_DEFAULTS, NAMESPACE, Json, flat_name
+from gateway_svc.http.responses.events import HEAD_DEFAULTS
 from gateway_svc.http.responses.items import items_of, messages_of
+from gateway_svc.http.responses.tools import (
+    BUILT_IN,
+    CUSTOM,
+    FUNCTION,
+    NAMESPACE,
+    Json,
+    Tools,
+    flat_name,
+    found_in,
+    tools_of,
+)
 
 MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
@@ -57,25 +68,25 @@ def response_request(data: bytes) -> ResponseBody:
     _set_logprobs(request, body.get("include"))
     chat = request.prompt.chat
     chat.messages.extend(messages_of(items))
-    ignored, names = _set_tools(chat, body)
+    tools = _set_tools(chat, body, items)
     _set_format(request, body)
     _set_reasoning(chat, body)
     return ResponseBody(
         request=request,
         instructions=_string(body, "instructions"),
         items=items,
-        head=_head(body, request),
+        head=_head(body, request, items),
         previous_id=_string(body, "previous_response_id"),
         store=None if body.get("store") is None else flag(body, "store", default=True),
         is_stream=flag(body, "stream", default=False),
         is_background=flag(body, "background", default=False),
         truncates=_truncation(body) == "auto",
-        ignored=(*ignored_names(fields.RESPONSES, body), *ignored),
-        names={**NAMES, **names, **path_names(fields.RESPONSES, body)},
+        ignored=(*ignored_names(fields.RESPONSES, body), *tools.ignored),
+        names={**NAMES, **tools.names, **path_names(fields.RESPONSES, body)},
     )
 
 
-def _head(body: Mapping[str, Any], request: pb.GenerateRequest) -> Json:
+def _head(body: Mapping[str, Any], request: pb.GenerateRequest, items: Sequence[Json]) -> Json:
     """The fields that are known before the request starts. Clients require most of them."""
     sampling, stop = request.sampling, request.stop
     text = body.get("text") or {}
@@ -95,7 +106,7 @@ def _head(body: Mapping[str, Any], request: pb.GenerateRequest) -> Json:
         "temperature": sampling.temperature if sampling.HasField("temperature") else 1.0,
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
+        "tools": [*(body.get("tools") or ()), *(tool for _, found in found_in(items) for tool in found or ())],
         "top_logprobs": request.output.logprobs,
         "top_p": sampling.top_p if sampling.HasField("top_p") else 1.0,
         "presence_penalty": sampling.presence_penalty,
@@ -135,58 +146,27 @@ def _metadata(body: Mapping[str, Any]) -> Json:
     return metadata
 
 
-def _set_tools(chat: pb.Chat, body: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """Set the functions and tool_choice. Returns the types of the ignored tools, and field names in the body."""
-    tools, choice = body.get("tools"), body.get("tool_choice")
-    if tools is not None and not isinstance(tools, list):
-        raise invalid("tools", f"is {shown(tools)}; must be a list")
-    functions, ignored, names = list[Json](), dict[str, None](), dict[str, str]()
-    for where, namespace, tool in _each_tool(tools or ()):
-        if tool.get("type") != "function":
-            ignored[f"tools.{tool.get('type')}"] = None
-            continue
-        name = _name_of(where, tool, "a function")
-        names[f"prompt.chat.tools_json[{len(functions)}].function"] = where
-        own = {key: value for key, value in tool.items() if key != "type" and value is not None}
-        functions.append({"type": "function", "function": {**own, "name": flat_name(namespace, name)}})
-    if choice == "required" and ignored and not functions:
-        words = f"is required, but no tool is a function; {', '.join(ignored)} is not served"
-        raise invalid("tool_choice", words)
-    if functions:
-        chat.tools_json = json.dumps(functions, ensure_ascii=False)
+def _set_tools(chat: pb.Chat, body: Mapping[str, Any], items: Sequence[Json]) -> Tools:
+    """Set the tools and tool_choice."""
+    tools, choice = tools_of(body.get("tools"), items), body.get("tool_choice")
+    if choice == "required" and tools.ignored and not tools.given:
+        raise invalid("tool_choice", f"is required, but {', '.join(tools.ignored)} is not served; send another tool")
+    if tools.given:
+        chat.tools_json = json.dumps(tools.given, ensure_ascii=False)
     _set_choice(chat, choice)
     if not flag(body, "parallel_tool_calls", default=True):
         chat.parallel_tool_calls = False
-    return list(ignored), names
-
-
-def _each_tool(tools: Sequence[Any]) -> Iterator[tuple[str, str, Json]]:
-    """The field and the namespace of each tool, and the tool."""
-    for i, tool in enumerate(tools):
-        where = f"tools[{i}]"
-        if not isinstance(tool, dict):
-            raise invalid(where, f"is {shown(tool)}; must be an object")
-        if tool.get("type") != NAMESPACE:
-            yield where, "", tool
-            continue
-        namespace, own = _name_of(where, tool, "a namespace"), tool.get("tools")
-        if not isinstance(own, list) or not all(isinstance(one, dict) for one in own):
-            raise invalid(f"{where}.tools", f"is {shown(own)}; must be a list of objects")
-        for j, one in enumerate(own):
-            yield f"{where}.tools[{j}]", namespace, one
-
-
-def _name_of(where: str, tool: Json, kind: str) -> str:
-    if not isinstance(tool.get("name"), str) or not tool["name"]:
-        raise invalid(f"{where}.name", f"is {shown(tool.get('name'))}; must be the name of {kind}")
-    return str(tool["name"])
+    return tools
 
 
 def _set_choice(chat: pb.Chat, choice: Any) -> None:
     if choice is None:
         return
-    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind in (FUNCTION, CUSTOM) and isinstance(choice.get("name"), str):
         chat.tool_name = flat_name(str(choice.get(NAMESPACE) or ""), choice["name"])
+    elif isinstance(kind, str) and kind in BUILT_IN:
+        chat.tool_name = kind
     elif isinstance(choice, str) and choice in TOOL_CHOICES:
         chat.tool_choice = TOOL_CHOICES[choice]
     else:

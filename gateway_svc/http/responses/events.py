@@ -11,6 +11,7 @@ Number 1 is used for background responses only. Ids of items are functions of th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,16 +19,10 @@ from typing import Any
 import xxhash
 
 from gateway_svc.http.json_text import encoded_list, joined_lists
-
-Json = dict[str, Any]
+from gateway_svc.http.responses.tools import KINDS, NAMESPACE, InputReader, Json, called_by_name, parsed
+from grammars.schemas import INPUT
 
 MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
-NAMESPACE = "namespace"  # type of a tool that has functions, and the field of their calls
-
-
-def flat_name(namespace: str, name: str) -> str:
-    """The name under which the model knows a function, which may be one of a namespace."""
-    return f"{namespace}__{name}" if namespace else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +72,9 @@ INCOMPLETE = {"reason": "max_output_tokens"}
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The names that differ between kinds of items. `part`: type of the content part; empty: the item has none."""
+    """The names that differ between kinds of items. `part`: type of the content part; empty: the item has none. `text`:
+    the streamed field; empty: it has none.
+    """
 
     prefix: str
     part: str
@@ -88,7 +85,7 @@ class _Form:
 FORMS: Mapping[str, _Form] = {
     MESSAGE: _Form("msg", "output_text", "response.output_text", "text"),
     REASONING: _Form("rs", "reasoning_text", "response.reasoning_text", "text"),
-    CALL: _Form("fc", "", "response.function_call_arguments", "arguments"),
+    **{item: _Form(kind.prefix, "", kind.event, kind.text) for item, kind in KINDS.items()},
 }
 
 
@@ -104,6 +101,7 @@ class _OutputItem:
     part: OutputPart  # its first part
     texts: list[str] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)  # a list per delta that has them
+    reader: InputReader | None = None  # reads a custom tool's input from the arguments
 
     @property
     def form(self) -> _Form:
@@ -127,14 +125,19 @@ class _OutputItem:
     def shown(self, status: str, *, is_empty: bool = False) -> Json:
         """The item as JSON."""
         head: Json = {"id": self.id, "type": self.part.kind, "status": status}
-        if self.part.kind == CALL:
-            arguments = "" if is_empty else self.text
+        if self.part.kind in KINDS:
+            text = "" if is_empty else self.text
             if self.part.namespace:
                 head[NAMESPACE] = self.part.namespace
-            return {**head, "call_id": self.part.call_id, "name": self.part.name, "arguments": arguments}
+            own = {"name": self.part.name, self.form.text: text} if self.form.text else self.fields(text)
+            return {**head, "call_id": self.part.call_id, **own}
         content = [] if is_empty else [self.content(self.text)]
-        own: Json = {"role": "assistant"} if self.part.kind == MESSAGE else {"summary": []}
+        own = {"role": "assistant"} if self.part.kind == MESSAGE else {"summary": []}
         return {**head, **own, "content": content}
+
+    def fields(self, arguments: str) -> Json:
+        """The fields of a call without a streamed text."""
+        return KINDS[self.part.kind].fields(parsed(arguments))
 
     @property
     def place(self) -> Json:
@@ -148,13 +151,7 @@ class ResponseEvents:
 
     def __init__(self, head: Json) -> None:
         self._head = head
-        spaces = [tool for tool in head.get("tools", ()) if tool.get("type") == NAMESPACE]
-        self._functions = {  # namespace and name of a function in one, by the name that the model knows
-            flat_name(space["name"], one["name"]): (space["name"], one["name"])
-            for space in spaces
-            for one in space["tools"]
-            if one.get("type") == "function"
-        }
+        self._tools = called_by_name(head.get("tools", ()))
         self._next = 0
         self._items: list[_OutputItem] = []
         self._is_open = False  # the last item is not complete
@@ -179,8 +176,7 @@ class ResponseEvents:
             if part.item >= len(self._items):
                 events += self._close_item("completed")
                 events += self._open_item(part)
-            if part.text:
-                events.append(self._delta(self._items[-1], part))
+            events += self._delta(self._items[-1], part)
         return events
 
     def finish(self, end: ResponseEnd) -> list[Event]:
@@ -216,10 +212,12 @@ class ResponseEvents:
 
     def _open_item(self, part: OutputPart) -> list[Event]:
         index = len(self._items)
-        if part.kind == CALL and part.name in self._functions and not part.namespace:
-            namespace, name = self._functions[part.name]
-            part = replace(part, namespace=namespace, name=name)
+        called = self._tools.get(part.name) if part.kind == CALL and not part.namespace else None
+        if called is not None:
+            part = replace(part, kind=called.kind, namespace=called.namespace, name=called.name)
         item = _OutputItem(item_id(self._head["id"], part.kind, str(index)), index, part)
+        if called is not None and item.form.text == INPUT:
+            item.reader = InputReader()
         self._items.append(item)
         self._is_open = True
         shown = item.shown("in_progress", is_empty=True)
@@ -228,27 +226,50 @@ class ResponseEvents:
             events.append(self._event("response.content_part.added", **item.place, part=item.content("")))
         return events
 
-    def _delta(self, item: _OutputItem, part: OutputPart) -> Event:
-        item.texts.append(part.text)
+    def _delta(self, item: _OutputItem, part: OutputPart, *, is_last: bool = False) -> list[Event]:
+        text = part.text if item.reader is None else item.reader.read(part.text, is_last=is_last)
+        if not text:
+            return []
+        item.texts.append(text)
+        if not item.form.text:
+            return []
         if part.logprobs:
             item.logprobs.append(part.logprobs)
-        self._next += len(part.text) - 1
         extra: Json = {"logprobs": part.logprobs or []} if item.part.kind == MESSAGE else {}
-        return self._event(f"{item.form.event}.delta", **item.place, delta=part.text, **extra)
+        return [self._delta_event(item.form.event, text, **item.place, **extra)]
+
+    def _delta_event(self, event: str, text: str, **fields: Any) -> Event:
+        self._next += len(text) - 1
+        return self._event(f"{event}.delta", delta=text, **fields)
 
     def _close_item(self, status: str) -> list[Event]:
         if not self._is_open:
             return []
         self._is_open = False
         item = self._items[-1]
+        events = self._delta(item, replace(item.part, text="", logprobs=()), is_last=True)
         extra: Json = {"logprobs": item.all_logprobs} if item.part.kind == MESSAGE else {}
         if item.part.kind == CALL:
             extra = {"name": item.part.name}
-        events = [self._event(f"{item.form.event}.done", **item.place, **{item.form.text: item.text}, **extra)]
+        if item.form.text:
+            events.append(self._event(f"{item.form.event}.done", **item.place, **{item.form.text: item.text}, **extra))
+        elif item.form.event:
+            events += self._commands(item)
         if item.form.part:
             events.append(self._event("response.content_part.done", **item.place, part=item.content(item.text)))
         done = self._event("response.output_item.done", output_index=item.index, item=item.shown(status))
         return [*events, done]
+
+    def _commands(self, item: _OutputItem) -> list[Event]:
+        """The events of a shell call's commands, which are known when the call is complete."""
+        events = []
+        for i, command in enumerate(item.fields(item.text)["action"]["commands"]):
+            place = {"output_index": item.index, "command_index": i}
+            events.append(self._event(f"{item.form.event}.added", **place, command=""))
+            if command:
+                events.append(self._delta_event(item.form.event, command, **place))
+            events.append(self._event(f"{item.form.event}.done", **place, command=command))
+        return events
 
     def _event(self, kind: str, /, **fields: Any) -> Event:
         number = self._next
@@ -269,9 +290,10 @@ def events_of(response: Json) -> list[Event]:
 
 def part_of(index: int, item: Json) -> OutputPart:
     """The whole text of an output item."""
-    if item["type"] == CALL:
-        namespace = item.get(NAMESPACE, "")
-        return OutputPart(index, CALL, item["arguments"], item["name"], item["call_id"], namespace=namespace)
+    if item["type"] in KINDS:
+        kind, namespace = KINDS[item["type"]], item.get(NAMESPACE, "")
+        text = item[kind.text] if kind.text else json.dumps(kind.arguments(item), ensure_ascii=False)
+        return OutputPart(index, item["type"], text, item.get("name", ""), item["call_id"], namespace=namespace)
     logprobs = [one for content in item["content"] for one in content.get("logprobs", ())]
     text = "".join(content["text"] for content in item["content"])
     return OutputPart(index, item["type"], text, logprobs=encoded_list(logprobs) if logprobs else ())

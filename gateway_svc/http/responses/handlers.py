@@ -25,9 +25,10 @@ from gateway_svc.http.json_text import encode
 from gateway_svc.http.openai.answers import named_event
 from gateway_svc.http.replies import EventStream, Read, ignored_headers, json_reply, mark_conversation
 from gateway_svc.http.responses.bodies import ResponseBody, response_request
-from gateway_svc.http.responses.events import Event, Json, events_of
+from gateway_svc.http.responses.events import Event, events_of
 from gateway_svc.http.responses.items import messages_of, with_ids
 from gateway_svc.http.responses.runs import ResponseRun, Source
+from gateway_svc.http.responses.tools import Json
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.records.store import StoredRecord, Update
 from gateway_svc.request.validation import REQUEST_ID

@@ -9,10 +9,18 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.http.fields import invalid, shown
 from gateway_svc.http.openai.chat import image_part, set_parts
-from gateway_svc.http.responses.events import CALL, MESSAGE, NAMESPACE, REASONING, Json, flat_name, item_id
+from gateway_svc.http.responses.events import MESSAGE, REASONING, item_id
+from gateway_svc.http.responses.tools import (
+    ADDITIONAL,
+    KINDS,
+    NAMESPACE,
+    OUTPUTS,
+    Json,
+    arguments_of,
+    flat_name,
+    output_of,
+)
 
-OUTPUT = "function_call_output"
-KINDS = (MESSAGE, REASONING, CALL, OUTPUT)
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 MAX_ITEMS = 10_000
@@ -60,6 +68,7 @@ def _item_of(where: str, item: Any) -> Json:
 def _add(messages: list[pb.ChatMessage], where: str, item: Json) -> None:
     """Append an item. Reasoning, text and calls of one turn become one assistant message."""
     kind = item.get("type")
+    kind = kind if isinstance(kind, str) else ""
     if kind == MESSAGE and item["role"] != "assistant":
         messages.append(pb.ChatMessage(role=item["role"]))
         _set_content(messages[-1], f"{where}.content", item["content"])
@@ -68,16 +77,19 @@ def _add(messages: list[pb.ChatMessage], where: str, item: Json) -> None:
         turn.content = _text_of(f"{where}.content", item["content"])
     elif kind == REASONING:
         _turn(messages, is_taken=lambda last: True).reasoning = _reasoning_of(where, item)
-    elif kind == CALL:
+    elif kind in KINDS:
         call = _turn(messages, is_taken=lambda last: False).tool_calls.add()
         namespace = _string(where, item, NAMESPACE) if item.get(NAMESPACE) else ""
-        call.id, call.name = _string(where, item, "call_id"), flat_name(namespace, _string(where, item, "name"))
-        call.arguments = _string(where, item, "arguments")
-    elif kind == OUTPUT:
-        messages.append(pb.ChatMessage(role="tool", tool_call_id=_string(where, item, "call_id")))
-        _set_content(messages[-1], f"{where}.output", item.get("output"))
-    else:
-        raise invalid(f"{where}.type", f"is {shown(kind)}; must be one of {', '.join(KINDS)}")
+        name = _string(where, item, "name") if KINDS[kind].text else KINDS[kind].tool
+        call.id, call.name = _string(where, item, "call_id"), flat_name(namespace, name)
+        call.arguments = arguments_of(where, item)
+    elif kind in OUTPUTS:
+        call_id = "call_id" if "call_id" in item or kind != "local_shell_call_output" else "id"
+        messages.append(pb.ChatMessage(role="tool", tool_call_id=_string(where, item, call_id)))
+        _set_content(messages[-1], f"{where}.output", output_of(where, item))
+    elif kind != ADDITIONAL:
+        known = (MESSAGE, REASONING, *KINDS, *OUTPUTS, ADDITIONAL)
+        raise invalid(f"{where}.type", f"is {shown(item.get('type'))}; must be one of {', '.join(known)}")
 
 
 def _turn(messages: list[pb.ChatMessage], is_taken: Callable[[pb.ChatMessage], bool]) -> pb.ChatMessage:

@@ -22,11 +22,11 @@ from gateway_svc.http.responses.events import (
     MESSAGE,
     REASONING,
     Event,
-    Json,
     OutputPart,
     ResponseEnd,
     ResponseEvents,
 )
+from gateway_svc.http.responses.tools import Json
 from svc_common.errors import ServiceError, TakenOverError, UnavailableError, shown_error
 from svc_common.tasks import cancel
 

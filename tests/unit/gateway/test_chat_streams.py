@@ -55,10 +55,12 @@ def chat_of(*messages: pb.ChatMessage, **options: Any) -> pb.Prompt:
 
 @asynccontextmanager
 async def serving(
-    template: str = TEMPLATES["hermes"], *, tool_parsers: Sequence[str] = ()
+    template: str = TEMPLATES["hermes"], *, tool_parsers: Sequence[str] = (), max_model_len: int = 2048
 ) -> AsyncIterator[tuple[TestGateway, FakeScheduler]]:
     bundle = make_bundle(bundle_files(make_tokenizer(), {"chat_template": template}))
-    scheduler = FakeScheduler(make_info(bundle, max_model_len=2048, max_num_blocks=256, max_num_seqs=256), bundle)
+    scheduler = FakeScheduler(
+        make_info(bundle, max_model_len=max_model_len, max_num_blocks=256, max_num_seqs=256), bundle
+    )
     await scheduler.start()
     try:
         async with TestGateway([scheduler.address], tool_parsers=tool_parsers) as gateway:

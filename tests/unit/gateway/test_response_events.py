@@ -21,15 +21,27 @@ from gateway_svc.http.responses.events import (
     events_of,
 )
 
-HEAD = {"id": "resp_1", "object": "response", "background": True, **HEAD_DEFAULTS}
+TOOLS = [{"type": "custom", "name": "patch"}, {"type": "shell"}, {"type": "local_shell"}, {"type": "tool_search"}]
+HEAD = {"id": "resp_1", "object": "response", "background": True, "tools": TOOLS, **HEAD_DEFAULTS}
 USAGE = {"input_tokens": 3, "output_tokens": 5}
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
-ITEMS = st.lists(st.tuples(st.sampled_from([MESSAGE, REASONING, CALL]), TEXTS), max_size=4)
+INPUTS = TEXTS.map(lambda text: {"input": text})
+ARGUMENTS = {  # arguments of calls, by the name of the tool
+    "patch": INPUTS | st.just({"path": "a"}),
+    "shell": st.lists(TEXTS, max_size=2).map(lambda commands: {"commands": commands, "timeout_ms": 5}),
+    "local_shell": st.lists(TEXTS, max_size=2).map(lambda command: {"command": command, "env": {"A": "b"}}),
+    "tool_search": TEXTS.map(lambda text: {"query": text}),
+}
+CALLS = st.one_of(
+    st.tuples(st.just(name), st.builds(json.dumps, some, ensure_ascii=st.booleans()))
+    for name, some in ARGUMENTS.items()
+)
+ITEMS = st.lists(st.tuples(st.sampled_from([MESSAGE, REASONING, "f"]), TEXTS) | CALLS, max_size=4)
 STATUSES = st.sampled_from(["completed", "incomplete", "cancelled"])
 
 
 def part(item: int, kind: str, text: str) -> OutputPart:
-    return OutputPart(item, kind, text, *(("f", f"call_{item}") if kind == CALL else ()))
+    return OutputPart(item, *((kind, text) if kind in (MESSAGE, REASONING) else (CALL, text, kind, f"call_{item}")))
 
 
 def build(pieces: list[list[OutputPart]], status: str) -> tuple[list[Event], dict[str, Any]]:
@@ -50,7 +62,7 @@ def by_character(events: list[Event]) -> dict[int, str]:
             continue
         delta = event.data["delta"]
         for i, char in enumerate(delta):
-            found[event.number - len(delta) + 1 + i] = f"{event.data['item_id']} {char}"
+            found[event.number - len(delta) + 1 + i] = f"{event.data['output_index']} {char}"
     return found
 
 

@@ -95,12 +95,11 @@ async def test_an_answer_with_reasoning_and_calls_has_an_item_each() -> None:
         assert {"response.reasoning_text.delta", "response.function_call_arguments.done"} <= kinds
 
 
-CUSTOM = {"type": "custom", "name": "x"}
-NOTES: dict[str, Any] = {"type": "namespace", "name": "mcp__notes", "tools": [TOOLS[1], CUSTOM]}
+NOTES: dict[str, Any] = {"type": "namespace", "name": "mcp__notes", "tools": [TOOLS[1], TOOLS[2]]}
 
 
 async def test_functions_of_a_namespace_are_called_by_both_names() -> None:
-    """As agents send the tools of an MCP server, beside a function of the same name."""
+    """Agents send the tools of an MCP server in this form."""
     async with serving() as (gateway, scheduler), HttpGateway(gateway) as http:
         names = ("mcp__notes__clock", "clock")
         calls = "\n".join(f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in names)
@@ -108,7 +107,7 @@ async def test_functions_of_a_namespace_are_called_by_both_names() -> None:
         body: dict[str, Any] = {"input": "x", "tools": [TOOLS[1], NOTES], "tool_choice": "auto"}
         status, headers, answer = await http.post(PATH, body)
         assert status == 200, answer
-        assert headers["x-ignored-fields"] == "tools.custom"
+        assert headers["x-ignored-fields"] == "tools.web_search"
         assert answer["tools"] == body["tools"]
         called = [(item.get("namespace"), item["name"], item["arguments"]) for item in answer["output"]]
         assert called == [("mcp__notes", "clock", "{}"), (None, "clock", "{}")]
@@ -131,8 +130,8 @@ async def test_functions_of_a_namespace_are_called_by_both_names() -> None:
         ):
             status, _, answer = await http.post(PATH, {"input": "x", "tools": tools})
             assert (status, answer["error"]["param"]) == (400, field)
-        _, _, answer = await http.post(PATH, {"input": "x", "tools": [CUSTOM], "tool_choice": "required"})
-        assert "no tool is a function; tools.custom is not served" in answer["error"]["message"]
+        _, _, answer = await http.post(PATH, {"input": "x", "tools": [TOOLS[2]], "tool_choice": "required"})
+        assert "is required, but tools.web_search is not served" in answer["error"]["message"]
 
 
 async def test_tool_choice_and_formats_reach_the_request() -> None:
