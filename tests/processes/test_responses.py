@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Running:
         stack.start_worker(self.scheduler, demo_model_dir(), *flags)
         self.first, self.first_url = self.start_gateway()
         self.second, self.second_url = self.start_gateway()
+        self.answer = ""  # the text of an undisturbed run, which is always the same
 
     def start_gateway(self, *more: str) -> tuple[Service, str]:
         address = f"127.0.0.1:{free_port()}"
@@ -50,14 +51,22 @@ def client_of(url: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0)
 
 
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("responses")
+    with RedisServer(folder) as redis, Stack(folder) as stack:
+        yield Running(stack, redis)
+
+
 @pytest.fixture
-async def running(tmp_path: Path) -> AsyncIterator[Running]:
-    with RedisServer(tmp_path) as redis, Stack(tmp_path) as stack:
-        running = Running(stack, redis)
-        async with await stack.connect(running.first) as client, await stack.connect(running.second) as other:
-            assert await client.models()
-            yield running
-            await wait_idle(stack, other)
+async def running(system: Running) -> AsyncIterator[Running]:
+    """Both gateways serve. After the test nothing runs."""
+    if not system.first.is_running:
+        system.first.start()
+    async with await system.stack.connect(system.first) as client, await system.stack.connect(system.second) as other:
+        assert await client.models()
+        yield system
+        await wait_idle(system.stack, other)
 
 
 class Received:
@@ -92,10 +101,12 @@ class Received:
             self.final = event.response
 
 
-async def undisturbed(client: openai.AsyncOpenAI) -> str:
-    answer = await client.responses.create(**LONG)
-    assert answer.status == "incomplete"
-    return answer.output_text
+async def undisturbed(running: Running, client: openai.AsyncOpenAI) -> str:
+    if not running.answer:
+        answer = await client.responses.create(**LONG)
+        assert answer.status == "incomplete"
+        running.answer = answer.output_text
+    return running.answer
 
 
 async def test_log_probabilities_are_those_of_chats_after_a_kill_too(running: Running) -> None:
@@ -135,7 +146,7 @@ async def test_log_probabilities_are_those_of_chats_after_a_kill_too(running: Ru
 
 async def test_a_background_stream_continues_on_another_gateway_after_a_kill(running: Running) -> None:
     async with client_of(running.first_url) as first, client_of(running.second_url) as second:
-        expected = await undisturbed(second)
+        expected = await undisturbed(running, second)
         received = Received()
         stream = await first.responses.create(**LONG, background=True, stream=True)
         with pytest.raises(openai.APIConnectionError):
@@ -164,7 +175,7 @@ async def test_a_background_stream_continues_on_another_gateway_after_a_kill(run
 async def test_a_stream_of_a_gateway_that_shuts_down_continues_on_another(running: Running) -> None:
     leaving, url = running.start_gateway("--drain-timeout-s", "0")
     async with await running.stack.connect(leaving), client_of(url) as first, client_of(running.second_url) as second:
-        expected = await undisturbed(second)
+        expected = await undisturbed(running, second)
         received = Received()
         stream = await first.responses.create(**LONG, stream=True)
         with pytest.raises(openai.APIConnectionError):
@@ -179,7 +190,7 @@ async def test_a_stream_of_a_gateway_that_shuts_down_continues_on_another(runnin
 
 async def test_a_background_response_is_completed_for_a_poll_on_another_gateway(running: Running) -> None:
     async with client_of(running.first_url) as first, client_of(running.second_url) as second:
-        expected = await undisturbed(second)
+        expected = await undisturbed(running, second)
         response = await first.responses.create(**LONG, background=True)
         assert response.status == "queued"
         running.first.kill()
@@ -194,7 +205,7 @@ async def test_a_background_response_is_completed_for_a_poll_on_another_gateway(
 
 async def test_two_gateways_give_the_events_of_one_run(running: Running) -> None:
     async with client_of(running.first_url) as first, client_of(running.second_url) as second:
-        expected = await undisturbed(second)
+        expected = await undisturbed(running, second)
         begun = await first.responses.create(**LONG, background=True)
 
         async def read(client: openai.AsyncOpenAI) -> Received:
