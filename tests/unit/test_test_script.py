@@ -1,10 +1,9 @@
-"""`scripts/test` fails if any part fails, shows progress, prints failures last, and ends its child processes."""
+"""`scripts/test` fails if any part fails, prints failures last, and ends its child processes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -44,35 +43,6 @@ def test_the_exit_code_covers_all_parts(tmp_path: Path, failing: str, verdict: i
     assert script.returncode == verdict, errors
     assert output.endswith(f"FAILED {failing}\n") == bool(verdict)
     assert {path.name for path in tmp_path.iterdir()} == TOOLS, "the logs were not removed"
-
-
-def test_progress_and_failures_are_shown_and_summaries_come_last(tmp_path: Path) -> None:
-    lines = [
-        "[gw0] [  7%] FAILED tests/test_a.py::test_b",
-        "[gw1] [  8%] PASSED tests/test_hidden.py::test_c",
-        "=== FAILURES ===",
-        "the reason",
-        "=== short test summary info ===",
-        "FAILED tests/test_a.py::test_b",
-        "=== 1 failed, 1 passed in 2.5s ===",
-    ]
-    body = f"""[[ $line == *" tests/sim "* ]] || exit 0; printf '%s\\n' {shlex.join(lines)}; exit 1"""
-    with start_script(tmp_path, body) as script:
-        output, _ = script.communicate(timeout=60)
-    assert "s  computed   7% FAILED tests/test_a.py::test_b\n" in output
-    assert "s  computed FAILED\n" in output
-    assert "s  services passed\n" in output
-    assert "the reason" in output
-    assert "test_hidden" not in output
-    assert output.splitlines()[-2:] == ["FAILED tests/test_a.py::test_b", "=== 1 failed, 1 passed in 2.5s ==="]
-
-
-def test_the_log_of_a_part_without_a_summary_is_shown(tmp_path: Path) -> None:
-    body = '[[ $line == *" tests/sim "* ]] && echo "INTERNALERROR> no memory" && exit 3; exit 0'
-    with start_script(tmp_path, body) as script:
-        output, _ = script.communicate(timeout=60)
-    assert script.returncode == 3
-    assert output.endswith("INTERNALERROR> no memory\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
