@@ -254,10 +254,11 @@ def test_a_model_without_a_tower_refuses_images(tmp_path):
 
 
 def add_scene(system, found, seed):
-    spans = u32(*(value for span in found.spans for value in (span.start, span.height, span.width)))
+    spans = u32_to_bytes(u32(*(value for span in found.spans for value in (span.start, span.height, span.width))))
     items, work = [to_proto(item) for item in found.inputs], [(span.start, 9) for span in found.spans]
-    features = Features(Inputs(items, sum(len(item.data) for item in items), u32_to_bytes(spans), work))
-    system.add(found.prompt, StopCondition(20, ignore_eos=True), features=features, seed=seed)
+    features = Features(Inputs(items, sum(len(item.data) for item in items), work))
+    options = {"images": spans}
+    system.add(found.prompt, StopCondition(20, ignore_eos=True), features=features, options=options, seed=seed)
 
 
 def test_drafts_change_no_answer_to_images(folder):
