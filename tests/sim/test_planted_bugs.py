@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +18,10 @@ import pytest
 from prefix_index import hashing
 from prefix_index.content_ids import FIRST_CONTENT_ID
 from scheduler_svc.core import prompt_digests, scheduler, windows, worker_state
+from scheduler_svc.core.admission import admission_control
 from scheduler_svc.core.admission.barrier import Barrier, Hold, HoldState
 from scheduler_svc.core.admission.placement import Placement
+from scheduler_svc.core.admission.requests import Requests
 from scheduler_svc.core.block_manager import BlockManager, FreeList, LruQueue
 from scheduler_svc.core.features import beams, block_moves, cache_groups
 from scheduler_svc.core.features.adapters import AdapterSlots
@@ -37,6 +40,7 @@ from scheduler_svc.core.steps import answers, step_planner
 from scheduler_svc.core.steps.answers import Untrusted, untrusted_after
 from scheduler_svc.core.steps.forks import Forks
 from scheduler_svc.core.steps.step_planner import StepPlanner
+from scheduler_svc.core.waiting_queue import FairShare, WaitingQueue
 from scheduler_svc.core.windows import Windows
 from scheduler_svc.core.worker_state import InFlightStep, StepPlan, WorkerState
 from step_protocol.features import BeamMoves, PooledRows
@@ -97,6 +101,18 @@ def wrap(patch: Patch, owner: Any, name: str, around: Callable[..., Any]) -> Non
     """Replace owner.name by a function that gets the original as its first argument."""
     original = getattr(owner, name)
     patch.setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+
+
+def keep_number(patch: Patch, owner: Any, name: str, number: str) -> None:
+    """Let owner.name leave an attribute unchanged."""
+
+    def around(original: Callable[..., Any], self: Any, *args: Any) -> Any:
+        before = copy(getattr(self, number))
+        found = original(self, *args)
+        setattr(self, number, before)
+        return found
+
+    wrap(patch, owner, name, around)
 
 
 def change_batches(patch: Patch, change: Callable[[StepBatch], StepBatch]) -> None:
@@ -166,6 +182,14 @@ def off_by_one_at_a_block_border(patch: Patch) -> None:
 @bug("beyond their tables|disagrees with the tables|computed tokens in")
 def last_partial_block_not_allocated(patch: Patch) -> None:
     patch.setattr(windows, "ceil_div", lambda a, b: max(1, a // b))
+
+
+@bug("evicts a block before|not that of its chain|wrong content|digest", first_seed=36)
+def adopted_blocks_in_another_order(patch: Patch) -> None:
+    def adopt(original: Any, pool: BlockManager, blocks: Any, digests: Any, tokens: Any) -> int:
+        return int(original(pool, blocks, digests[::-1], tokens))
+
+    wrap(patch, BlockManager, "adopt", adopt)
 
 
 # -- drafts ------------------------------------------------------------------------------------------------------------
@@ -940,6 +964,25 @@ def last_token_of_a_prompt_planned_as_a_decode(patch: Patch) -> None:
     wrap(patch, StepPlanner, "_split_by_stage", split)
 
 
+@bug("beyond their tables|are not computed|before", first_seed=14)
+def tokens_of_an_image_computed_before_it(patch: Patch) -> None:
+    def plan_chunk(original: Any, self: InputRows, row: int, count: int, plan: StepPlan) -> int:
+        original(self, row, count, plan)
+        return count
+
+    wrap(patch, InputRows, "plan_chunk", plan_chunk)
+
+
+@bug("was never opened", first_seed=45)
+def step_with_work_on_images_alone_not_sent(patch: Patch) -> None:
+    def plan_chunk(original: Any, self: InputRows, row: int, count: int, plan: StepPlan) -> int:
+        count = original(self, row, count, plan)
+        plan.has_part_work = False
+        return count
+
+    wrap(patch, InputRows, "plan_chunk", plan_chunk)
+
+
 @bug("gets an input whose positions are computed")
 def forks_carry_the_inputs_of_their_prompt(patch: Patch) -> None:
     def open_row(original: Any, self: InputRows, seq: Sequence, opened: Any, plan: StepPlan) -> None:
@@ -1274,6 +1317,44 @@ def block_of_a_group_free_during_a_fetch(patch: Patch) -> None:
 
     wrap(patch, WindowGroup, "reserve", reserve)
     wrap(patch, WindowGroup, "receive", receive)
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+@bug("expected a DuplicateRequestError", first_seed=10)
+def request_given_to_any_stream(patch: Patch) -> None:
+    patch.setattr(admission_control, "_gives_way", lambda live, group: True)
+
+
+@bug("tenants and live requests disagree", checks_invariants=True)
+def tenant_of_an_ended_request_stays(patch: Patch) -> None:
+    patch.setattr(FairShare, "leave", lambda self, slot: None)
+
+
+@bug("pending_tokens is wrong", checks_invariants=True)
+def tokens_of_a_request_that_left_the_queue_counted(patch: Patch) -> None:
+    keep_number(patch, WaitingQueue, "remove", "pending_tokens")
+
+
+@bug("unschedulable_tokens is wrong", checks_invariants=True, first_seed=1)
+def tokens_of_an_unschedulable_request_not_counted(patch: Patch) -> None:
+    keep_number(patch, WaitingQueue, "add_unschedulable", "unschedulable_tokens")
+
+
+@bug("reserved rows disagree", checks_invariants=True)
+def rows_reserved_for_the_samples_of_a_closed_row(patch: Patch) -> None:
+    keep_number(patch, WorkerState, "_close", "num_reserved_rows")
+
+
+@bug("bytes of inputs are wrong", checks_invariants=True)
+def bytes_of_an_ended_request_counted(patch: Patch) -> None:
+    keep_number(patch, Requests, "_forget_if_done", "num_bytes")
+
+
+@bug("priorities are wrong", checks_invariants=True)
+def priority_of_an_ended_request_stays(patch: Patch) -> None:
+    keep_number(patch, Requests, "_forget_if_done", "priorities")
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------

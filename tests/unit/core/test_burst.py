@@ -117,16 +117,6 @@ def test_a_run_continues_when_a_row_is_aborted() -> None:
     assert len(message.close_rows) == 1
 
 
-def test_tokens_after_the_last_one_of_a_row_are_discarded() -> None:
-    driver = Driver(burst_s=4.5 * STEP_S)
-    driver.add("r")
-    driver.warm_up()
-    first, *rest = driver.answer(token=9)
-    assert [end.reason for end in first.finished] == [FinishReason.EOS]
-    assert [(len(deltas.token_ids), deltas.finished) for deltas in rest] == [(0, [])] * 3
-    assert driver.scheduler.stats().workers[0].blocks_used == 0
-
-
 def test_a_request_with_room_begins_with_the_next_message() -> None:
     driver = Driver(burst_s=4.5 * STEP_S)
     driver.add("r")
@@ -144,14 +134,6 @@ def test_a_request_that_waits_for_a_row_does_not_end_bursts() -> None:
     driver.add("waits")
     driver.answer()
     assert len(driver.burst) == 4
-
-
-def test_a_burst_ends_when_the_pool_has_no_block() -> None:
-    driver = Driver(burst_s=100 * STEP_S, num_blocks=3)
-    driver.add("r", max_tokens=9)
-    driver.warm_up(2)
-    assert driver.burst == [PROMPT_LEN + 1 + i for i in range(7)]
-    assert driver.scheduler.stats().workers[0].blocks_used == 3
 
 
 def test_a_burst_longer_than_a_second_is_refused() -> None:

@@ -38,18 +38,6 @@ def query_lens(batch: StepBatch) -> dict[int, int]:
     return dict(zip(batch.rows.tolist(), batch.query_lens.tolist(), strict=True))
 
 
-def test_the_encoder_waits_for_a_step_that_holds_all_of_it() -> None:
-    scheduler = make_scheduler(make_capacity(max_num_seqs=4, max_num_batched_tokens=20))
-    scheduler.add_group(make_group(range(1, 31), "long", max_tokens=8, ignore_eos=True), 0.0)
-    first = step(scheduler)
-    scheduler.add_group(encoder_group("a"), 0.0)
-    assert [query_lens(batch) for batch in (first, step(scheduler), step(scheduler))] == [
-        {0: 20},
-        {0: 10},
-        {0: 1, 1: 16},
-    ]
-
-
 def test_a_request_with_the_same_encoder_input_does_not_compute_it() -> None:
     scheduler = make_scheduler()
     scheduler.add_group(encoder_group("a"), 0.0)

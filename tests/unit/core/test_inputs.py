@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 
 from request_fields.inputs import MAX_INPUT_BYTES
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import QueueFullError
-from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from step_protocol.features import ImageSteps, ImageWork
-from step_protocol.messages import StepBatch, StepOutput
-from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
+from step_protocol.messages import StepBatch
+from tests.builders import answer, make_capacity, make_group, make_scheduler, run_to_end
 from tests.invariants import check_scheduler
 
 
@@ -34,11 +32,6 @@ def image_work(batch: StepBatch) -> tuple[ImageWork, ...]:
 def request(name: str, prompt: Any = 20, *spans: tuple[int, int], num_bytes: int = 100, **fields: Any) -> SequenceGroup:
     inputs = [Carried(*span) for span in spans]
     return make_group(prompt, name, inputs=inputs, num_input_bytes=num_bytes, **fields)
-
-
-def answer(scheduler: Scheduler, batch: StepBatch) -> None:
-    rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
-    scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), 0.0)
 
 
 def test_the_inputs_of_a_step_fit_one_message() -> None:
@@ -105,42 +98,3 @@ def test_the_work_on_an_image_takes_the_tokens_of_steps() -> None:
         (7, [(17, 5)]),
     ]
     run_to_end(scheduler)
-
-
-def test_a_row_with_an_image_alone_is_computed() -> None:
-    """Steps without tokens are sent, and a preempted or cached row does no work on computed images."""
-    scheduler = make_scheduler(make_capacity(max_num_batched_tokens=8, pipeline_depth=2))
-    group = request("image", 20, (0, 12), image_work=((0, 30),), max_tokens=4)
-    scheduler.add_group(group, 0.0)
-    first = scheduler.schedule(0.0) + scheduler.schedule(0.0)
-    assert [[work.done for work in image_work(batch)] for batch in first] == [[8], [16]]
-    for batch in first:
-        answer(scheduler, batch)
-    run_to_end(scheduler)
-    scheduler.add_group(request("again", 20, (0, 12), image_work=((0, 30),)), 0.0)
-    for batch in scheduler.schedule(0.0):
-        assert not image_work(batch)
-        answer(scheduler, batch)
-    run_to_end(scheduler)
-
-
-@pytest.mark.parametrize(
-    ("num_prompt", "span", "is_cached"), [(9, (5, 4), True), (9, (8, 1), True), (9, (8, 1), False)]
-)
-def test_the_last_token_of_a_prompt_waits_for_its_image(
-    num_prompt: int, span: tuple[int, int], is_cached: bool
-) -> None:
-    """Only the newest token is left to compute, but it is not a decode: its image is not computed."""
-    scheduler = make_scheduler(make_capacity(max_num_batched_tokens=8))
-    if is_cached:
-        scheduler.add_group(request("first", num_prompt, span, image_work=((span[0], 3),), max_tokens=1), 0.0)
-        run_to_end(scheduler)
-    scheduler.add_group(request("again", num_prompt, span, image_work=((span[0], 20),), max_tokens=2), 0.0)
-    done = 0
-    while not done or scheduler.has_work:
-        (batch,) = scheduler.schedule(0.0)
-        done = max([done, *(work.done for work in image_work(batch))])
-        is_last = bool(len(batch.rows)) and batch.context_lens[0] + batch.query_lens[0] >= num_prompt
-        assert done == 20 or not is_last, "the last token is computed before its image"
-        check_scheduler(scheduler)
-        answer(scheduler, batch)

@@ -292,23 +292,6 @@ def test_cached_tokens_do_not_count_as_work() -> None:
     scheduler.add_group(group("warm", range(300, 340), max_tokens=1, timeout_s=1.5), now)
 
 
-def test_a_request_that_waits_past_its_deadline_is_never_computed() -> None:
-    scheduler = make(max_num_seqs=1)
-    scheduler.add_group(group("runs", range(4), max_tokens=2), 0.0)
-    (batch,) = scheduler.schedule(0.0)
-    scheduler.add_group(group("late", range(50, 60), n=1, timeout_s=1.0), 0.0)
-    scheduler.add_group(group("next", range(70, 80), timeout_s=9.0), 0.0)
-    for now in (1.0, 2.0):
-        scheduler.update(answer(batch), now)
-        batch, *_ = scheduler.schedule(now)
-    assert [o.group.request_id for o in batch.opens] == ["next"]
-    [expired] = scheduler.take_expired().finished
-    assert (expired.group.request_id, expired.reason) == ("late", FinishReason.ABORTED)
-    assert "deadline" in expired.message
-    assert scheduler.take_expired().finished == []
-    check_scheduler(scheduler)
-
-
 def test_few_requests_are_computed_beyond_their_deadline() -> None:
     """Load of 1.3: half of the requests have 2 s, of which 100 outputs take 1 s."""
     scheduler = make(num_blocks=1024, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=256)
@@ -448,30 +431,6 @@ def test_a_row_of_a_drained_worker_stays_if_no_other_worker_could_hold_it() -> N
     served = {b.worker_id: [o.group.request_id for o in b.opens] for b in scheduler.schedule(0.0)}
     assert served == {"w": [], "tiny": ["small"]}
     assert scheduler.stats().workers[0].rows_used == 1
-
-
-def test_a_request_that_moves_between_owners_for_ever_leaks_nothing() -> None:
-    scheduler = make(pipeline_depth=2)
-    flying: list[StepBatch] = []
-    output: list[int] = []
-    for owner in range(60):
-        moved = group("a", range(10), max_tokens=40, owner=owner, outputs=[u32(*output)], takes_over=True)
-        finished = scheduler.add_group(moved, 0.0).finished
-        assert [f.group.owner for f in finished] == [owner - 1] * (owner > 0)
-        flying += scheduler.schedule(0.0)
-        if owner % 3 == 0:
-            deltas = scheduler.update(answer(flying.pop(0)), 0.0)
-            output += deltas.token_ids[deltas.owners == owner].tolist()
-        check_scheduler(scheduler)
-    while scheduler.has_work:
-        flying += scheduler.schedule(0.0)
-        deltas = scheduler.update(answer(flying.pop(0)), 0.0)
-        assert set(deltas.owners.tolist()) <= {59}
-        check_scheduler(scheduler)
-    for batch in [*flying, *scheduler.schedule(0.0)]:
-        scheduler.update(answer(batch), 0.0)
-    stats = scheduler.stats()
-    assert stats.num_waiting == stats.num_running == stats.pending_tokens == stats.workers[0].blocks_used == 0
 
 
 def test_a_gateway_that_resumes_late_does_not_take_back_a_request_that_moved() -> None:
