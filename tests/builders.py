@@ -130,6 +130,12 @@ def inputs_in(group: SequenceGroup) -> Sequence[Any]:
     return () if found is None else found.items
 
 
+def answer(scheduler: Scheduler, batch: StepBatch, now: float = 0.0) -> None:
+    """Answer a step: each sample gets token 9."""
+    rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
+    scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), now)
+
+
 def run_to_end(scheduler: Scheduler, before_step: Callable[[int], None] = lambda step: None) -> int:
     """Answer every step until no request is left, each sample with token 9. Returns the number of steps."""
     in_flight: list[StepBatch] = []
@@ -138,7 +144,6 @@ def run_to_end(scheduler: Scheduler, before_step: Callable[[int], None] = lambda
         before_step(num_steps)
         in_flight += scheduler.schedule(0.0)
         batch = in_flight.pop(0)
-        rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
-        scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), 0.0)
+        answer(scheduler, batch)
         num_steps += 1
     return num_steps

@@ -1,14 +1,21 @@
-"""Settings and options of the whole test suite."""
+"""Settings, options and fixtures of the whole test suite."""
+
+from __future__ import annotations
 
 import gc
 import os
 import resource
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.processes.redis_server import RedisServer
+    from tests.processes.stack import Stack
 
 # The same examples in every run, and no deadline: results must not depend on the load of the machine.
 settings.register_profile(
@@ -68,6 +75,23 @@ def _discard_leftovers() -> None:
         gc.collect()
     finally:
         sys.unraisablehook = report
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    """An empty stack, whose services end with the test."""
+    from tests.processes.stack import Stack
+
+    with Stack(tmp_path) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    from tests.processes.redis_server import RedisServer
+
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,6 @@ REQUEST = inference_pb2.GenerateRequest(request_id="r", prompt={"text": SECRET},
 TIMEOUT_S = 30.0
 MakeStore = Callable[..., RecordStore]
 CONTENT = pb.RequestRecord(request=REQUEST, prompt_token_ids=b"\1\0\0\0", notes=b"notes")
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 @pytest.fixture

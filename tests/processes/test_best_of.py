@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,6 @@ VARIANTS: Sequence[dict[str, Any]] = (
     {"n": 2, "best_of": 4, "prompt": None, "messages": [("user", "Who are you?")], "ignore_eos": False},
     {"n": 2, "best_of": 3, "temperature": 0.0},  # all samples are equal
 )
-
-
-@pytest.fixture
-def stack(tmp_path: Path) -> Iterator[Stack]:
-    with Stack(tmp_path) as stack:
-        yield stack
 
 
 async def by_hand(client: AsyncClient, options: dict[str, Any]) -> tuple[list[Sample], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,6 @@ FLAGS = ("--dtype", "float32", "--max-num-seqs", "6", "--num-blocks", "120")
 DECODER = (*FLAGS, "--max-num-batched-tokens", "48")
 ENCODER = (*FLAGS, "--max-num-batched-tokens", "256")
 TOLERANCE = 1e-4
-
-
-@pytest.fixture
-def stack(tmp_path: Path) -> Iterator[Stack]:
-    with Stack(tmp_path) as stack:
-        yield stack
 
 
 @asynccontextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,6 @@ RNG = random.Random(4)
 PROMPT = [RNG.randrange(VOCAB_SIZE) for _ in range(150)]
 FLAGS = ("--dtype", "float32", "--num-blocks", "96", "--max-num-seqs", "6", "--max-num-batched-tokens", "48")
 TOLERANCE = 1e-4
-
-
-@pytest.fixture
-def stack(tmp_path: Path) -> Iterator[Stack]:
-    with Stack(tmp_path) as stack:
-        yield stack
 
 
 def check_against(model: Any, result: GenerateResult, prompt: list[int], num_top: int, prompt_top: int) -> None:

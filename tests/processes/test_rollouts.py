@@ -7,7 +7,6 @@ import json
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,6 @@ PARAMETERS: dict[str, Any] = {
     "temperature": 0.9, "top_p": 0.9, "seed": 11, "repetition_penalty": 1.2, "logit_bias": {9: 2.0},
     "logprobs_mode": "processed", "logits_digests": True,
 }  # fmt: skip
-
-
-@pytest.fixture
-def stack(tmp_path: Path) -> Iterator[Stack]:
-    with Stack(tmp_path) as stack:
-        yield stack
 
 
 async def score(client: AsyncClient, output: tuple[int, ...], **others: Any) -> list[TokenLogprob | None]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from quire_client import AsyncClient, GenerateResult
 
 from tests.processes.models import VOCAB_SIZE, make_checkpoint
@@ -29,12 +27,6 @@ async def generate(client: AsyncClient, token_ids: list[int], max_tokens: int = 
 async def steps(stack: Stack, client: AsyncClient, workers: list[Service]) -> list[int]:
     schedulers = await wait_idle(stack, client)
     return [worker_status(schedulers, worker).steps for worker in workers]
-
-
-@pytest.fixture
-def stack(tmp_path: Path) -> Iterator[Stack]:
-    with Stack(tmp_path) as stack:
-        yield stack
 
 
 async def test_requests_follow_prefixes_and_load_spreads_to_new_workers(stack: Stack, tmp_path: Path) -> None:

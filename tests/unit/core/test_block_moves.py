@@ -14,9 +14,8 @@ from scheduler_svc.core.features.snapshots import Snapshots
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import MoveSpeed, TierKind, moved_tokens_gain
 from scheduler_svc.core.scheduler import Scheduler
-from step_protocol.messages import StepBatch, StepOutput
 from step_protocol.types import BlockMovement, CacheGroup
-from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
+from tests.builders import answer, make_capacity, make_group, make_scheduler, run_to_end
 from tests.invariants import check_scheduler
 
 PROMPT = list(range(1, 41))  # ten blocks
@@ -81,12 +80,6 @@ def warm(scheduler: Scheduler, name: str = "first") -> None:
     """Compute and cache the prompt."""
     scheduler.add_group(make_group(PROMPT, name, max_tokens=1), 0.0)
     run_to_end(scheduler)
-
-
-def answer(scheduler: Scheduler, batch: StepBatch, now: float) -> None:
-    """Each row of the step samples token 9."""
-    rows = batch.rows[batch.sample_mask]
-    scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), now)
 
 
 def moves_of(scheduler: Scheduler, now: float = 1.0) -> list[BlockMove]:

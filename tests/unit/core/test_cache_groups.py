@@ -11,9 +11,9 @@ from request_fields.sizes import blocks_before, blocks_of_row
 from scheduler_svc.core.features.cache_groups import WindowGroup
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
-from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.messages import StepBatch
 from step_protocol.types import CacheGroup
-from tests.builders import make_capacity, make_group, make_scheduler
+from tests.builders import answer, make_capacity, make_group, make_scheduler
 from tests.invariants import check_scheduler
 
 WINDOW, BLOCK = 10, 4
@@ -33,11 +33,6 @@ def group_of(scheduler: Scheduler) -> WindowGroup:
 def num_held(scheduler: Scheduler, row: int = 0) -> int:
     tables = group_of(scheduler).tables
     return int(tables.num_blocks[row] - tables.first_block[row])
-
-
-def answer(scheduler: Scheduler, batch: StepBatch) -> None:
-    rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
-    scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), 0.0)
 
 
 def run(scheduler: Scheduler) -> list[StepBatch]:

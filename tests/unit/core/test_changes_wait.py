@@ -2,11 +2,9 @@
 
 import math
 
-import numpy as np
-
 from scheduler_svc.core.scheduler import Scheduler
-from step_protocol.messages import StepBatch, StepOutput
-from tests.builders import make_group, make_scheduler
+from step_protocol.messages import StepBatch
+from tests.builders import answer, make_group, make_scheduler
 from tests.invariants import check_scheduler
 
 WAIT_S = 0.5
@@ -18,11 +16,6 @@ def serve_one(scheduler: Scheduler, now: float) -> None:
     [batch] = scheduler.schedule(now)
     answer(scheduler, batch, now)
     assert not scheduler.has_work
-
-
-def answer(scheduler: Scheduler, batch: StepBatch, now: float) -> None:
-    rows = batch.rows[batch.sample_mask]
-    scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), now)
 
 
 def has_changes(batch: StepBatch) -> bool:

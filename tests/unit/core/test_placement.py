@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from scheduler_svc.core.admission.placement import Placement, Wait, WorkerChoice
@@ -14,7 +13,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, QueueEntry
 from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.worker_state import StepPlan, WorkerState
-from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.messages import StepBatch
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.invariants import check_scheduler
 from tests.unit.core.calls import count_calls
@@ -244,9 +243,8 @@ def run_busy_workers(seed: int, *, keeps: bool) -> tuple[list[tuple[float, str, 
             scheduler.add_group(make_group(prompt, str(event), max_tokens=rng.randint(1, 12), ignore_eos=True), now)
         busy = [name for name, batches in in_flight.items() if batches]
         if busy:
-            batch = in_flight[rng.choice(busy)].pop(0)
-            rows = batch.rows[batch.sample_mask]
-            scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), now)
+            step = in_flight[rng.choice(busy)].pop(0)
+            scheduler.update(answer(step), now)
         for batch in scheduler.schedule(now):
             in_flight[batch.worker_id].append(batch)
             admitted.append((now, batch.worker_id, [opened.group.request_id for opened in batch.opens]))

@@ -11,9 +11,8 @@ from scheduler_svc.core.messages import MigrationReason, WorkerCapacity
 from scheduler_svc.core.policy import placement_scores
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
-from step_protocol.messages import StepBatch, StepOutput
 from step_protocol.types import BlockMovement, WorkerRole
-from tests.builders import make_capacity, make_group, make_scheduler
+from tests.builders import answer, make_capacity, make_group, make_scheduler
 from tests.invariants import check_scheduler
 
 PROMPT = list(range(1, 41))  # ten blocks
@@ -26,11 +25,6 @@ def worker(name: str, role: WorkerRole, **sizes: int) -> WorkerCapacity:
 
 def pair(**sizes: int) -> Scheduler:
     return make_scheduler(worker("p", WorkerRole.PREFILL, **sizes), worker("d", WorkerRole.DECODE, **sizes))
-
-
-def answer(scheduler: Scheduler, batch: StepBatch, now: float) -> None:
-    rows = batch.rows[batch.sample_mask]
-    scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), now)
 
 
 def run_step(scheduler: Scheduler) -> float:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from request_fields.sizes import SizeLimits, blocks_before
 from scheduler_svc.core.errors import NeverFitsError, WorkerMismatchError
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
-from step_protocol.messages import StepBatch, StepOutput
-from tests.builders import make_capacity, make_group, make_scheduler, run_to_end
+from tests.builders import answer, make_capacity, make_group, make_scheduler, run_to_end
 from tests.invariants import check_scheduler
 
 WINDOW = 10  # with blocks of 4 tokens: 3 blocks before the one that a token is in
@@ -22,11 +20,6 @@ def window_capacity(worker_id: str = "w0", **sizes: int) -> WorkerCapacity:
 
 def num_used(scheduler: Scheduler, worker_id: str = "w0") -> int:
     return scheduler.worker_stats(worker_id).blocks_used
-
-
-def answer(scheduler: Scheduler, batch: StepBatch) -> None:
-    rows = np.concatenate((batch.rows[batch.sample_mask], batch.fork_rows))
-    scheduler.update(StepOutput(batch.step_id, rows, np.full_like(rows, 9), worker_id=batch.worker_id), 0.0)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,6 @@ IDS = byte_level().encode(SECRET, add_special_tokens=False).ids
 GRPC = {"metadata": (("authorization", f"Bearer {KEY}"),), "timeout": 60}
 HTTP = {"authorization": f"Bearer {KEY}", "x-request-id": "mine"}
 GENERATE = "quire.v1.InferenceService/Generate"
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 class Audited:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -45,12 +45,6 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "x", "reasoning": {"effort": 5}}, "reasoning.effort", "must be one of none, minimal"),
     ({"input": "x", "background": True, "store": False}, "background", "must be stored"),
 ]
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 @pytest.fixture
