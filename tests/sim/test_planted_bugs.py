@@ -70,7 +70,7 @@ class Bug:
     failure_rate: float | None = None  # for bugs that show only if rows fail in rare states
     has_moves: bool = False  # for bugs in moves of blocks
     has_groups: bool = False  # for bugs in cache groups
-    first_seed: int = 0  # for bugs that few seeds show
+    first_seed: int = 0  # the first one that showed it
     has_windows: bool = False  # with has_moves
     has_slow_links: bool = False  # with has_moves
     has_fast_links: bool = False  # with has_moves
@@ -130,7 +130,7 @@ def trust_digests(patch: Patch) -> None:
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
-@bug("reads the wrong content|differs|digest", first_seed=16)
+@bug("reads the wrong content|differs|digest", first_seed=20)
 def adapter_missing_in_the_root(patch: Patch) -> None:
     trust_digests(patch)
     wrap(patch, hashing, "root_key", lambda root_key, **parts: root_key(**(parts | {"adapter": b""})))
@@ -229,7 +229,7 @@ def block_committed_with_rejected_drafts(patch: Patch) -> None:
     wrap(patch, WorkerState, "_commit_accepted", commit)
 
 
-@bug("the oracle has|after the end", first_seed=92)
+@bug("the oracle has|after the end", first_seed=163)
 def drafts_behind_the_end_delivered(patch: Patch) -> None:
     wrap(patch, answers.Stops, "num_before_end", lambda original, self, table, rows, lens, ids: lens)
 
@@ -365,7 +365,7 @@ def list_of_empty_blocks_does_not_wrap(patch: Patch) -> None:
     patch.setattr(FreeList, "put", put)
 
 
-@bug("two changes in a row|leaks")
+@bug("two changes in a row|leaks", first_seed=11)
 def adopted_blocks_stay_empty(patch: Patch) -> None:
     patch.setattr(FreeList, "remove", lambda self, numbers: None)
 
@@ -429,7 +429,7 @@ def copy_of_a_group_skipped(patch: Patch) -> None:
 @bug(
     "a cache group lost|group .: row . starts from|group .: row . reads the wrong content",
     has_groups=True,
-    first_seed=23,
+    first_seed=26,
 )
 def hit_without_its_window_in_the_group(patch: Patch) -> None:
     patch.setattr(WindowGroup, "usable_hits", lambda self, digests, num_blocks, token_ids=None: num_blocks)
@@ -440,7 +440,9 @@ def blocks_of_a_group_never_come_back(patch: Patch) -> None:
     patch.setattr(WindowGroup, "advance", lambda self, step, output: None)
 
 
-@bug("beam|is replaced by|reads the wrong content|writes into|which another open row has", has_groups=True)
+@bug(
+    "beam|is replaced by|reads the wrong content|writes into|which another open row has", has_groups=True, first_seed=5
+)
 def beam_keeps_its_blocks_of_a_group(patch: Patch) -> None:
     patch.setattr(WindowGroup, "take_over", lambda self, rows, parents: None)
 
@@ -527,7 +529,7 @@ def committed_before_the_answer(patch: Patch) -> None:
     wrap(patch, StepPlanner, "finish_plan", finish)
 
 
-@bug("opens with nothing to compute|was never opened for it|leaks")
+@bug("opens with nothing to compute|was never opened for it|leaks", first_seed=11)
 def whole_prompt_taken_from_the_cache(patch: Patch) -> None:
     def match(original: Any, pool: BlockManager, digests: list[bytes], tokens: np.ndarray, *limits: int) -> list[int]:
         return original(pool, digests, tokens, len(tokens) // pool.block_size)
@@ -540,7 +542,7 @@ def heads_evicted_before_tails(patch: Patch) -> None:
     wrap(patch, BlockManager, "free", lambda free, pool, blocks: free(pool, blocks[::-1]))
 
 
-@bug("opens with a bad table|evicts a block before the blocks that continue it")
+@bug("opens with a bad table|evicts a block before the blocks that continue it", first_seed=10)
 def most_recently_used_evicted_first(patch: Patch) -> None:
     def take(original: Any, line: LruQueue, count: int, until: int) -> np.ndarray:
         places = line._live(line._head, line._tail)
@@ -636,7 +638,7 @@ def newest_token_lost_in_preemption(patch: Patch) -> None:
     wrap(patch, WorkerState, "preempt", preempt)
 
 
-@bug("the oracle has")
+@bug("the oracle has", first_seed=3)
 def fork_samples_the_noise_of_its_parent(patch: Patch) -> None:
     def same_noise(batch: StepBatch) -> StepBatch:
         return replace(batch, opens=[replace(o, sample_index=0) for o in batch.opens])
@@ -705,7 +707,7 @@ def failed_row_keeps_its_blocks_trusted(patch: Patch) -> None:
     wrap(patch, scheduler, "untrusted_after", lambda original, worker, failed, step: Untrusted([], []))
 
 
-@bug("the oracle has", failure_rate=0.2)
+@bug("the oracle has", failure_rate=0.2, first_seed=9)
 def forks_of_a_failed_prompt_trusted(patch: Patch) -> None:
     wrap(patch, answers, "_forks_of", lambda original, bad, steps: set())
 
@@ -718,7 +720,7 @@ def refused_once_and_never_checked_again(patch: Patch) -> None:
     wrap(patch, WorkerState, "refusal", refusal)
 
 
-@bug("is draining and gets a new row", first_seed=17)
+@bug("is draining and gets a new row", first_seed=26)
 def draining_worker_gets_sequences(patch: Patch) -> None:
     def assign(original: Any, placement: Placement, *args: Any, **options: Any) -> Any:
         draining = [worker for worker in placement.workers if worker.is_draining]
@@ -774,7 +776,7 @@ def numbers_of_another_request(patch: Patch) -> None:
     wrap(patch, PooledRows, "of_row", of_row)
 
 
-@bug("reads the wrong content|which other rows share")
+@bug("reads the wrong content|which other rows share", first_seed=5)
 def beam_keeps_its_own_blocks(patch: Patch) -> None:
     wrap(patch, beams, "take_tables", lambda original, *args: {})
 
@@ -795,7 +797,7 @@ def beam_keeps_its_own_tokens(patch: Patch) -> None:
     trust_digests(patch)
 
 
-@bug("not that of its chain|no acknowledged step has computed", first_seed=20)
+@bug("not that of its chain|no acknowledged step has computed", first_seed=45)
 def beam_keeps_its_own_digests(patch: Patch) -> None:
     def take(original: Any, beams: BeamRows, rows: np.ndarray, parents: np.ndarray) -> None:
         known = {row: list(beams.worker.rows.digests[row]) for row in rows.tolist()}
@@ -806,7 +808,7 @@ def beam_keeps_its_own_digests(patch: Patch) -> None:
     wrap(patch, BeamRows, "_take_tokens", take)
 
 
-@bug("the oracle has")
+@bug("the oracle has", first_seed=6)
 def scores_lost_at_a_preemption(patch: Patch) -> None:
     def forget(original: Any, search: BeamSearch) -> None:
         original(search)
@@ -834,7 +836,7 @@ def late_beams_copy_the_prompt_without_a_prefix_cache(patch: Patch) -> None:
     wrap(patch, Forks, "_hits", hits)
 
 
-@bug("did not end within", first_seed=16)
+@bug("did not end within", first_seed=52)
 def failed_gang_retried_without_end(patch: Patch) -> None:
     """The rows that read the blocks of a failed leader move first, and the failure is not counted."""
 
@@ -866,7 +868,7 @@ def blocks_of_the_old_weights_hit(patch: Patch) -> None:
     wrap(patch, Barrier, "change_weights", change)
 
 
-@bug("plans a step behind a closed barrier", first_seed=29)
+@bug("plans a step behind a closed barrier", first_seed=44)
 def steps_behind_the_barrier(patch: Patch) -> None:
     patch.setattr(Barrier, "_note", lambda barrier: None)
 
@@ -875,7 +877,8 @@ def steps_behind_the_barrier(patch: Patch) -> None:
 
 
 @bug(
-    "which another open row has|which other rows share|reads the wrong content|evicts a block before|no LRU queue|leaks"
+    "which (another open row has|other rows share)|reads the wrong content|evicts a block before|no LRU queue|leaks",
+    first_seed=10,
 )
 def encoder_blocks_freed_with_the_first_sample(patch: Patch) -> None:
     def close(original: Any, worker: WorkerState, row: int, *others: Any) -> None:
@@ -920,7 +923,7 @@ def inputs_missing_in_the_digest(patch: Patch) -> None:
     trust_digests(patch)
 
 
-@bug("not that of its chain|no acknowledged step has computed", first_seed=14)
+@bug("not that of its chain|no acknowledged step has computed", first_seed=45)
 def extra_keys_of_the_last_prompt_block_forgotten(patch: Patch) -> None:
     """The digest of the block that the first output tokens complete: an input may begin in it."""
 
@@ -954,7 +957,7 @@ def all_inputs_sent_after_a_hit(patch: Patch) -> None:
     wrap(patch, Inputs, "after", lambda original, inputs, num_computed: inputs.items)
 
 
-@bug("pending_prefill is wrong|todo", checks_invariants=True, first_seed=14)
+@bug("pending_prefill is wrong|todo", checks_invariants=True, first_seed=27)
 def last_token_of_a_prompt_planned_as_a_decode(patch: Patch) -> None:
     def split(original: Any, planner: StepPlanner) -> Any:
         rows = np.fromiter(planner.worker.rows.outside, dtype=np.int64)
@@ -983,7 +986,7 @@ def step_with_work_on_images_alone_not_sent(patch: Patch) -> None:
     wrap(patch, InputRows, "plan_chunk", plan_chunk)
 
 
-@bug("gets an input whose positions are computed")
+@bug("gets an input whose positions are computed", first_seed=3)
 def forks_carry_the_inputs_of_their_prompt(patch: Patch) -> None:
     def open_row(original: Any, self: InputRows, seq: Sequence, opened: Any, plan: StepPlan) -> None:
         original(self, seq, opened, plan)
@@ -1026,7 +1029,7 @@ def snapshot_of_another_prefix(patch: Patch) -> None:
     wrap(patch, Snapshots, "_hit", hit)
 
 
-@bug("starts after .* tokens from the snapshot None")
+@bug("starts after .* tokens from the snapshot None", first_seed=35)
 def hit_without_a_snapshot(patch: Patch) -> None:
     wrap(patch, Snapshots, "usable_hits", lambda original, self, digests, num_blocks, *_: num_blocks)
     wrap(
@@ -1137,7 +1140,7 @@ def fetched_into_the_wrong_block(patch: Patch) -> None:
     wrap(patch, SymbolicWorker, "deposit", deposit)
 
 
-@bug("reads the wrong content", has_moves=True)
+@bug("reads the wrong content", has_moves=True, first_seed=3)
 def tier_serves_another_salt(patch: Patch) -> None:
     """The record of a block with the same tokens, in another chain."""
 
@@ -1158,7 +1161,7 @@ def price_ignored(patch: Patch) -> None:
     patch.setattr(block_moves, "moved_tokens_gain", lambda num_tokens, *_: num_tokens)
 
 
-@bug("was given away while it is read|reads the wrong content", has_moves=True, first_seed=2)
+@bug("was given away while it is read|reads the wrong content", has_moves=True, first_seed=6)
 def stale_epoch_served(patch: Patch) -> None:
     patch.setattr(tiers, "is_same_process", lambda source, worker: True)
 
@@ -1195,6 +1198,7 @@ def target_blocks_free_during_a_fetch(patch: Patch) -> None:
     has_moves=True,
     has_windows=True,
     has_fast_links=True,
+    first_seed=10,
 )
 def fetched_before_the_steps_in_flight_have_run(patch: Patch) -> None:
     wrap(patch, Cluster, "_may_write", lambda original, cluster, move: move.worker_id in cluster.workers)
@@ -1342,7 +1346,7 @@ def tokens_of_an_unschedulable_request_not_counted(patch: Patch) -> None:
     keep_number(patch, WaitingQueue, "add_unschedulable", "unschedulable_tokens")
 
 
-@bug("reserved rows disagree", checks_invariants=True)
+@bug("reserved rows disagree", checks_invariants=True, first_seed=5)
 def rows_reserved_for_the_samples_of_a_closed_row(patch: Patch) -> None:
     keep_number(patch, WorkerState, "_close", "num_reserved_rows")
 
