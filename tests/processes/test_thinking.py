@@ -11,10 +11,11 @@ import anthropic
 import openai
 import pytest
 from quire.v1 import types_pb2 as types
-from quire_client import AsyncClient, GenerateResult
+from quire_client import AsyncClient, FinishReason, GenerateResult
 from tokenizers import Tokenizer
 
 from gateway_svc.text.reasoning import ROWS, ReasoningFormat
+from tests.chat_templates import HERMES
 from tests.processes.models import make_checkpoint
 from tests.processes.ports import free_port
 from tests.processes.stack import Stack, is_ready, wait_idle
@@ -22,6 +23,7 @@ from tests.processes.stack import Stack, is_ready, wait_idle
 MODEL = "thinker"
 WORKER = ("--dtype", "float32", "--num-blocks", "256", "--max-num-seqs", "8", "--model-name", MODEL)
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if not closed %}START\n{% endif %}{# WORD #}"
+HERMES_OPEN = f"{HERMES}<think>\n"
 MESSAGES: Any = [{"role": "user", "content": "the quick brown fox"}]
 END_TEXT = "Enough of this."
 BUDGETS = [0, 1, 200]
@@ -43,7 +45,9 @@ class Running:
         self.tokenizer.save(path)
         self.letters = [self.tokenizer.token_to_id(letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
         self.last = self.tokenizer.encode(END_TEXT).ids
-        flags = ["--thinking-end-text", END_TEXT, "--http-listen", (address := f"127.0.0.1:{free_port()}")]
+        (folder / "hermes.jinja").write_text(HERMES_OPEN)
+        flags = ["--chat-template", f"hermes={folder / 'hermes.jinja'}"]
+        flags += ["--thinking-end-text", END_TEXT, "--http-listen", (address := f"127.0.0.1:{free_port()}")]
         for name, format in {"default": ROWS[0], **{format.name: format for format in ROWS}}.items():
             (folder / f"{name}.jinja").write_text(template_of(format))
             flags += ["--chat-template", f"{name}={folder / f'{name}.jinja'}"]
@@ -104,6 +108,34 @@ async def test_reasoning_that_the_model_begins_ends_too(running: Running, client
     assert list(found.token_ids[:8]) == [start] * 8
     assert list(found.token_ids[8 : 9 + len(running.last)]) == [*running.last, end]
     assert set(found.token_ids[9 + len(running.last) :]) == {start}
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "structural_tag", "call"])
+async def test_a_grammar_follows_reasoning_that_is_ended(running: Running, client: AsyncClient, kind: str) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    content = {"type": "json_schema", "json_schema": schema}
+    tag = {"format": {"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}}
+    own: dict[str, Any] = {
+        "json_schema": {"json_schema": schema},
+        "structural_tag": {"structural_tag": json.dumps(tag)},
+        "call": {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+        },
+    }[kind]
+    name = "hermes" if kind == "call" else ""
+    found = await client.chat(
+        MESSAGES, chat_template=name, max_tokens=200, temperature=1.0, seed=2, thinking_token_budget=20, **own
+    )
+    closing, end = running.closing(ROWS[0], 20), 20 + len(running.last)
+    place = found.token_ids.index(closing[-1])
+    assert end <= place <= end + 3  # the grammar completes a character before
+    assert list(found.token_ids[place - len(running.last) : place + 1]) == closing
+    assert found.finish_reason is FinishReason.EOS
+    answer = found.tool_calls[0].arguments if kind == "call" else found.text
+    assert json.loads(answer.removeprefix("<f>").removesuffix("</f>"))["a"] in ("yes", "no")
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

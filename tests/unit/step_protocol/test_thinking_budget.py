@@ -65,7 +65,11 @@ def test_forced_tokens_are_those_of_an_automaton(num_tokens: int, start: str, re
     assert num_forced
 
 
-def test_an_output_that_is_over_its_budget_is_ended_by_the_marker() -> None:
-    """A client may continue an output with a smaller budget."""
-    rule = budget(2, [], [7], repeats=False)
-    assert [rule.forced_id(np.full(size, 5, np.uint32)) for size in (1, 2, 3, 4)] == [None, 7, END, END]
+def test_an_output_that_is_over_its_budget_gets_its_whole_end() -> None:
+    """A client may continue an output with a smaller budget, and a grammar may allow no end for some tokens."""
+    rule = budget(2, [], [7, 8], repeats=False)
+    for output, forced in (
+        ([5], None), ([5, 5], 7), ([5, 5, 5], 7), ([5, 5, 7], 8), ([5, 5, 6, 7], 8), ([5, 5, 6, 7, 8], END),
+        ([7, 8, 5], 7), ([5, 5, 7, 5], 7), ([5, 5, 7, 8, 5], 7),
+    ):  # fmt: skip
+        assert rule.forced_id(np.array(output, np.uint32)) == forced, output
