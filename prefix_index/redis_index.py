@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from prefix_index.changes import Holder, PrefixChanges, RemoteHolder
@@ -196,39 +196,34 @@ class RedisPrefixIndex:
                 await self._task
         await self._redis.aclose()
 
-    async def claim_revision(self, model: str, revision: str, *, replaces: bool) -> str:
+    async def _answer(self, call: Awaitable[Any]) -> Any:
+        """The server's answer to a call; None if it does not come in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                other = await self._redis.eval(CLAIM_REVISION, 1, *self._claim(model, revision, replaces=replaces))
+                return await call
         except call_errors() as error:
             self._server.went_down(error)
-            other = b""
+            return None
+
+    async def claim_revision(self, model: str, revision: str, *, replaces: bool) -> str:
+        claim = self._redis.eval(CLAIM_REVISION, 1, *self._claim(model, revision, replaces=replaces))
+        other = bytes(await self._answer(claim) or b"").decode(errors="replace")
         if not other:
             self._revision = model, revision
-        return bytes(other).decode(errors="replace")
+        return other
 
     def _claim(self, model: str, revision: str, *, replaces: bool) -> tuple[str, ...]:
         ttl_ms = str(int(self._lease_ttl_s * 1000))
         return revisions_key(self._prefix, model), self._owner, revision, ttl_ms, str(int(replaces))
 
     async def read_weights(self, model: str, revision: str) -> str | None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                record: Any = await self._redis.hget(weights_key(self._prefix, model, revision), "record")
-        except call_errors() as error:
-            self._server.went_down(error)
-            return None
-        return bytes(record or b"").decode(errors="replace")
+        found = await self._answer(self._redis.hmget(weights_key(self._prefix, model, revision), "record"))
+        return None if found is None else bytes(found[0] or b"").decode(errors="replace")
 
     async def write_weights(self, model: str, revision: str, version: int, record: str) -> str | None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                key = weights_key(self._prefix, model, revision)
-                held = await self._redis.eval(WRITE_WEIGHTS, 1, key, str(version), record)
-        except call_errors() as error:
-            self._server.went_down(error)
-            return None
-        return bytes(held).decode(errors="replace")
+        key = weights_key(self._prefix, model, revision)
+        held = await self._answer(self._redis.eval(WRITE_WEIGHTS, 1, key, str(version), record))
+        return None if held is None else bytes(held).decode(errors="replace")
 
     async def find_elsewhere(self, digests: Sequence[bytes]) -> list[RemoteHolder]:
         """The workers of other schedulers that hold leading blocks of a prefix; none if the server does not answer."""
@@ -249,15 +244,11 @@ class RedisPrefixIndex:
         self._wake.set()
 
     async def next_scheduler_epoch(self) -> int:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                epoch = await self._redis.eval(NEXT_EPOCH, 1, epoch_key(self._prefix))
-        except call_errors() as error:
-            self._server.went_down(error)
-            return 0
+        epoch = await self._answer(self._redis.eval(NEXT_EPOCH, 1, epoch_key(self._prefix)))
         if isinstance(epoch, int):
             return epoch
-        self._warn_bad_epoch(epoch)
+        if epoch is not None:
+            self._warn_bad_epoch(epoch)
         return 0
 
     def _warn_bad_epoch(self, found: bytes) -> None:

@@ -21,7 +21,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 import grpc
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -34,6 +34,7 @@ from svc_common.silence import wait_for_peer
 from svc_common.tasks import cancel
 from worker_svc.lifecycle import DRAINING, READY, Lifecycle
 from worker_svc.schedulers import FIRST_PAUSE_S, SchedulerCandidate, SchedulerCandidates, Share, count_workers
+from worker_svc.steps.executor import StepExecutor
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -64,19 +65,6 @@ REFUSALS = frozenset(
 ID_IN_USE = grpc.StatusCode.ALREADY_EXISTS
 
 Call = grpc.aio.StreamStreamCall[scheduler_pb2.RegisterRequest, scheduler_pb2.RegisterResponse]
-
-
-class Work(Protocol):
-    """The part of the executor that the registration uses."""
-
-    rows_used: int
-    num_orders: int  # leases and steps so far
-
-    @property
-    def idle_s(self) -> float: ...
-    @property
-    def is_stuck(self) -> bool: ...
-    def release(self, reason: str) -> None: ...
 
 
 class StreamEndedError(Exception):
@@ -122,7 +110,7 @@ class Registration:
         address_towards: Callable[[str], str],
         worker_epoch: int,
         lifecycle: Lifecycle,
-        work: Work,
+        work: StepExecutor,
         refused_pause_s: float = REFUSED_PAUSE_S,
         busy_move_s: float = BUSY_MOVE_S,
         rng: random.Random | None = None,
