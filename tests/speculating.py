@@ -142,7 +142,7 @@ class System:
         self.num_steps += 1
         message = step_batch_to_proto(batch, worker_pb2.Fence())
         sent = batch_from_proto(worker_pb2.StepBatch.FromString(message.SerializeToString()))
-        return getattr(self.runner, "launch", self.runner.execute)(sent)
+        return self.runner.launch(sent) if self.runner.launches else self.runner.execute(sent)
 
     def _answered(self, step: Any) -> worker_pb2.StepOutput:
         output = step.result() if hasattr(step, "result") else step

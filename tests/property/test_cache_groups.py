@@ -177,7 +177,7 @@ class Run:
         for group in self.groups:
             outputs = [self.outputs.get((group.handle, sample), []) for sample in range(group.n)]
             if any(len(output) < MAX_TOKENS for output in outputs):
-                self.submit_group(group.prompt, group.handle, group.n, group.sampling, outputs)
+                self.submit_group(group.prompt, group.handle, group.n, group.options.sampling, outputs)
 
     def count(self) -> None:
         self.num_preemptions += self.scheduler.stats().counts.num_preemptions
@@ -252,7 +252,7 @@ class Run:
         self.count()
         for group in self.groups:
             for sample in range(group.n):
-                expected = alone(self.folder, tuple(group.prompt.tolist()), group.sampling.seed, sample)
+                expected = alone(self.folder, tuple(group.prompt.tolist()), group.options.sampling.seed, sample)
                 assert self.outputs[group.handle, sample] == expected, f"{group.request_id} sample {sample}"
         for worker in self.scheduler._workers.values():
             assert [part.pool.num_used for part in worker.parts_of_all if isinstance(part, WindowGroup)] == [0]

@@ -144,7 +144,7 @@ class Worker:
         for row in step.rows.tolist():
             end = int(self.runner._tables.states.positions[row])
             group, sample = self.sample_of[row]
-            _, states = undisturbed(self.folder, tuple(group.prompt.tolist()), group.sampling.seed, sample)
+            _, states = undisturbed(self.folder, tuple(group.prompt.tolist()), group.options.sampling.seed, sample)
             found = self.runner._pool.states.slots[row].numpy().tobytes()
             assert found == states[end], f"row {row} after {end} tokens of {group.request_id}"
         return output
@@ -251,7 +251,7 @@ class Run:
             self.event()
         for group in self.groups:
             for sample in range(group.n):
-                tokens, _ = undisturbed(self.folder, tuple(group.prompt.tolist()), group.sampling.seed, sample)
+                tokens, _ = undisturbed(self.folder, tuple(group.prompt.tolist()), group.options.sampling.seed, sample)
                 assert self.outputs[group.handle, sample] == tokens
 
 
