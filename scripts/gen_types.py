@@ -185,6 +185,7 @@ MODULES = (
             Copy("TensorChecksum"),
             Copy("PausedSample"),
             Copy("PoolingInfo"),
+            Copy("ImageInfo", types={"token_cost": ("float", "1.0")}),
             Copy("AudioInfo"),
             Copy("EncoderInfo", types={"audio": ("AudioInfo | None", "None")}),
         ),

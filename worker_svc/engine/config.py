@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from request_fields.fields import SamplingParams
-from request_fields.inputs import ImageShape
-from step_protocol.types import AnnouncedModel, CacheGroup, EncoderInfo, PoolingInfo
+from step_protocol.types import AnnouncedModel, CacheGroup, EncoderInfo, ImageInfo, PoolingInfo
 
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 Dtype = Literal[ComputeDtype, "auto"]
@@ -223,7 +222,7 @@ class EngineInfo(AnnouncedModel):
     quantize: Quantization | None = None
     kv_cache_dtype: KvCacheDtype = "auto"  # auto: same as `dtype`
     pooling: PoolingInfo | None = None  # None: embeddings and scores are refused
-    images: ImageShape | None = None  # None: requests cannot have images
+    images: ImageInfo | None = None  # None: requests cannot have images
     max_adapters: int = 0  # adapters that its rows may use at the same time
     attention_window: int | None = None  # a token attends to so many tokens, itself included; None: to all
     encoder: EncoderInfo | None = None  # of an encoder-decoder model

@@ -10,8 +10,8 @@ from typing import Any
 import xxhash
 
 from request_fields.checks import default_sampling
-from request_fields.inputs import ImageShape
 from request_fields.sizes import SizeLimits
+from step_protocol.types import ImageInfo
 from worker_svc.engine.adapters.config import CONFIG_FILE, WEIGHTS_FILE, AdapterError, read_adapter_config
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, eos_token_ids, open_regular, read_object
 from worker_svc.engine.config import ComputeDtype, EngineConfig, EngineInfo
@@ -66,14 +66,14 @@ def _attention_window(model: dict[str, Any]) -> int | None:
         return None
 
 
-def _image_shape(model: dict[str, Any]) -> ImageShape | None:
+def _image_shape(model: dict[str, Any]) -> ImageInfo | None:
     """How images become positions, from config.json; None: the model takes none."""
     vision = model.get("vision_config")
     if not isinstance(vision, dict) or "image_token_id" not in model:
         return None
     channels = int(vision.get("in_channels", 3))
     merge_size, patch_size = int(vision.get("spatial_merge_size", 2)), int(vision.get("patch_size", 14))
-    return ImageShape(int(model["image_token_id"]), merge_size, channels * patch_size**2, channels)
+    return ImageInfo(int(model["image_token_id"]), merge_size, channels * patch_size**2, channels)
 
 
 @dataclass(frozen=True, slots=True)

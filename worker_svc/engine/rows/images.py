@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from request_fields.inputs import LEVELS, ImageShape
+from request_fields.inputs import LEVELS
 from step_protocol.features import ImageSteps
 from step_protocol.messages import StepBatch
-from step_protocol.types import CarriedInput
+from step_protocol.types import CarriedInput, ImageInfo
 from worker_svc.engine.backend import LayerBackend
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig
@@ -91,7 +91,7 @@ def load_images(
     return ImageEncoder(VisionTower(checkpoint, vision, backend, dtype), config.image_cache_memory)
 
 
-def image_shape(model: ModelConfig) -> ImageShape | None:
+def image_shape(model: ModelConfig) -> ImageInfo | None:
     """How images become positions of a prompt; None: the model takes none."""
     if model.vision is None or model.image_token_id is None:
         return None
@@ -99,9 +99,7 @@ def image_shape(model: ModelConfig) -> ImageShape | None:
     patch_values = vision.channels * vision.patch_size**2
     share = vision.merge_size**2 / model.num_linear_parameters()
     token_cost, attention_cost = share * vision.num_parameters(), share * ATTENTION_FACTOR * vision.num_pair_products()
-    return ImageShape(
-        model.image_token_id, vision.merge_size, patch_values, vision.channels, token_cost, attention_cost
-    )
+    return ImageInfo(model.image_token_id, vision.merge_size, patch_values, vision.channels, token_cost, attention_cost)
 
 
 def _pixels_of(item: CarriedInput, vision: VisionConfig) -> Pixels:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefix_index.content_ids import DIGEST_BYTES, FIRST_CONTENT_ID, content_ids
-from request_fields.inputs import AUDIO_DTYPES, EMBEDDING_DTYPES, INPUT_DTYPE_BYTES, ImageShape
+from request_fields.inputs import AUDIO_DTYPES, EMBEDDING_DTYPES, INPUT_DTYPE_BYTES, LEVELS
 from step_protocol.columns import I64
 from step_protocol.messages import ImageSpan, RowOpen
-from step_protocol.types import CarriedInput
+from step_protocol.types import CarriedInput, ImageInfo
 from worker_svc.engine.row_part import SomeRows
 
 
@@ -37,7 +37,7 @@ class InputTable(SomeRows[tuple[CarriedInput, ...]]):
         vocab_size: int,
         hidden_size: int,
         max_samples: int = 0,
-        images: ImageShape | None = None,
+        images: ImageInfo | None = None,
     ) -> None:
         """`hidden_size` 0: the backend computes no inputs, so rows with inputs are refused. `max_samples` above 0: the
         model takes audio of at most this length, and no other inputs. Without `images`, rows with images are refused.
@@ -83,7 +83,7 @@ class InputTable(SomeRows[tuple[CarriedInput, ...]]):
             return f"{name} is an image of {carried.dtype}; this worker's model takes " + (
                 "none" if self._images is None else "uint8"
             )
-        refusal = self._images.refusal(carried.shape, carried.length, len(carried.data))
+        refusal = _pixels_refusal(self._images, carried)
         if refusal is not None:
             return f"{name} has {refusal}"
         height, width = (size // self._images.merge_size for size in carried.shape[:2])
@@ -155,6 +155,18 @@ class InputTable(SomeRows[tuple[CarriedInput, ...]]):
                 if first < last:
                     found.append(InputSpan(item, first - item.start, last - first, int(starts[i]) + first - begin))
         return found
+
+
+def _pixels_refusal(images: ImageInfo, carried: CarriedInput) -> str | None:
+    """The error in the shape of an image [height, width, patch_values], its number of positions or of bytes."""
+    shape, length, merge = carried.shape, carried.length, images.merge_size
+    if len(shape) != 3 or shape[2] != images.patch_values or min(shape) < 1:
+        return f"shape {list(shape)}; must be [height, width, {images.patch_values}]"
+    height, width = shape[0], shape[1]
+    if height % merge or width % merge or height * width != length * merge**2:
+        return f"{height} x {width} patches and length {length}; squares of {merge} x {merge} patches need one each"
+    expected = height * width * images.patch_values + 4 * LEVELS * images.channels
+    return None if len(carried.data) == expected else f"{len(carried.data)} bytes of data; its shape needs {expected}"
 
 
 def _ids_refusal(item: RowOpen, carried: CarriedInput, name: str) -> str | None:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from request_fields.inputs import ImageShape
 from step_protocol.messages import RowOpen
-from step_protocol.types import CacheGroup, EncoderInfo
+from step_protocol.types import CacheGroup, EncoderInfo, ImageInfo
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.pooling.pooling import PoolingTable
 from worker_svc.engine.row_part import RowPart
@@ -59,7 +58,7 @@ def add_tables(
     grammars: CompiledGrammars | None = None,
     pooling: PoolingWeights | None = None,
     hidden_size: int = 0,
-    images: ImageShape | None = None,
+    images: ImageInfo | None = None,
     adapters: RowAdapters[Any] | None = None,
     encoder: EncoderInfo | None = None,
     states: StatePool | None = None,
