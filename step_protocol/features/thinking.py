@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from request_fields.fields import MAX_UINT32
-from step_protocol.columns import U32
+from step_protocol.columns import I64, U32
 
 START_WITHIN = 4  # tokens, such as white space, in front of the start marker of reasoning
 MAX_DELAY = 8  # tokens after which a grammar allows the end of reasoning: the rest of a character
@@ -30,19 +30,20 @@ class ThinkingBudget:
         return range(self.num_tokens, MAX_UINT32 if self.repeats else last + 1)
 
     def forced_id(self, output: U32) -> int | None:
-        """The token that must follow the output; None: any."""
+        """The token that must follow the output; None: any. The time is bounded by the length of the output, whatever a
+        client's ids are: reasoning is at most once between two end ids, behind the first start marker there.
+        """
         if len(output) not in self.positions:
             return None
-        at, num_left = self._begin(output, 0), self.num_tokens
-        while at is not None:
-            ends = np.flatnonzero(np.isin(output[at:], self.end_ids))
-            if not len(ends):
-                border = at + num_left
-                return None if len(output) < border else self._closing_id(output[max(border, 0) :], num_left)
-            end = at + int(ends[0])
-            num_left -= end - at
-            at = self._begin(output, end + 1) if self.repeats else None
-        return None
+        ends = np.flatnonzero(np.isin(output, self.end_ids))
+        first, until = np.append(0, ends + 1), np.append(ends, len(output))
+        markers = self._markers(output)
+        begins = np.append(markers + len(self.start_ids), len(output) + 1)[np.searchsorted(markers, first)]
+        num_left = self.num_tokens - int((until - begins)[:-1][begins[:-1] <= ends].sum())
+        border = int(begins[-1]) + num_left
+        if max(begins[-1], border) > len(output):
+            return None
+        return self._closing_id(output[max(border, 0) :], num_left)
 
     def _closing_id(self, over: U32, num_left: int) -> int:
         """The token behind the tokens `over` the budget: those of a grammar that allowed no end in the middle of a
@@ -51,16 +52,14 @@ class ThinkingBudget:
         known = next(k for k in range(min(size, len(over)), -1, -1) if not k or _is_end(over, self.last_ids[:k]))
         return int(self.end_ids[0] if known == size or num_left < 0 else self.last_ids[known])
 
-    def _begin(self, output: U32, first: int) -> int | None:
-        """Where reasoning begins at or after an index."""
-        size = len(self.start_ids)
-        if not size:
-            return None if first else 0
-        end = len(output) if self.repeats else START_WITHIN + size
-        for i in np.flatnonzero(output[first:end] == self.start_ids[0]).tolist():
-            if np.array_equal(output[first + i : first + i + size], self.start_ids):
-                return first + i + size
-        return None
+    def _markers(self, output: U32) -> I64:
+        """Where the start markers begin."""
+        if not len(self.start_ids):
+            return np.zeros(1, np.int64)
+        found = np.ones(max(0, len(output) - len(self.start_ids) + 1), np.bool_)
+        for i, id_ in enumerate(self.start_ids):
+            found &= output[i : i + len(found)] == id_
+        return np.flatnonzero(found) if self.repeats else np.flatnonzero(found[: START_WITHIN + 1])[:1]
 
 
 def _is_end(tokens: U32, end: U32) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -73,3 +75,15 @@ def test_an_output_that_is_over_its_budget_gets_its_whole_end() -> None:
         ([7, 8, 5], 7), ([5, 5, 7, 5], 7), ([5, 5, 7, 8, 5], 7),
     ):  # fmt: skip
         assert rule.forced_id(np.array(output, np.uint32)) == forced, output
+
+
+def test_markers_of_a_client_that_alternate_end_in_one_pass() -> None:
+    """A step waits for the token, so its cost may not grow with the number of reasonings."""
+    rule, output = budget(10**6, [START], [], repeats=True), np.array([START, END] * 100_000, np.uint32)
+    calls: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, argument: calls.update([event]))
+    try:
+        assert rule.forced_id(output) is None
+    finally:
+        sys.setprofile(None)
+    assert calls.total() < 200
