@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml scripts/gen_protos.py scripts/gen_sync.py scripts/gen_t
 demo: $(STAMP)  ## install, start all services, stream one chat answer, stop
 	$(BIN)/python scripts/demo.py
 
-test: $(STAMP)  ## checks and tests: about 40 minutes on two cores
+test: $(STAMP)  ## checks and tests: about 25 minutes of processor time
 	scripts/test $(BIN)
 
 audit: $(STAMP)  ## published vulnerabilities of the locked versions
