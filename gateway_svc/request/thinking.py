@@ -19,15 +19,6 @@ from request_fields.fields import MAX_MARKER_IDS, MAX_THINKING_LAST_IDS, MAX_UIN
 FIELD = "sampling.thinking_token_budget"
 
 
-def may_have_budget(request: pb.GenerateRequest, model: ServedModel) -> bool:
-    """Whether `set_budget` may have an effect."""
-    return (
-        request.sampling.HasField("thinking_token_budget")
-        or bool(request.prompt.chat.template_kwargs_json)
-        or (bool(model.parsers.thinking.answer_tokens) and request.prompt.HasField("chat"))
-    )
-
-
 def set_budget(
     request: pb.GenerateRequest, model: ServedModel, tools: ChatTools, prompt_ids: Sequence[int], max_tokens: int
 ) -> None:
@@ -38,6 +29,8 @@ def set_budget(
     """
     sampling, settings, chat = request.sampling, model.parsers.thinking, request.prompt.chat
     is_asked = sampling.HasField("thinking_token_budget")
+    if not (is_asked or chat.template_kwargs_json or (settings.answer_tokens and request.prompt.HasField("chat"))):
+        return
     if sampling.thinking_end_ids or sampling.beam_width > 1:
         return  # the client has its own markers, or beams, for which `checks` refuses a budget
     found = model.chat_format(chat.chat_template, has_tools=bool(tools.given))
