@@ -32,7 +32,7 @@ from bench.machine import Figures, describe, quiet
 from bench.worker import Loop, Running
 from bench.workloads import QWEN3_06B, Model, Request, Workload, make_model
 from request_fields.fields import SamplingParams
-from request_fields.grammar import Grammar, GrammarKind
+from request_fields.parameters import Grammar, GrammarKind
 from step_protocol.messages import RowOpen
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.kernels.machine import available_cores

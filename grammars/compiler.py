@@ -26,7 +26,7 @@ from grammars.schemas import (
     schema_of,
     with_known_formats,
 )
-from request_fields.grammar import JSON_WHITESPACE, GrammarKind
+from request_fields.parameters import JSON_WHITESPACE, GrammarKind
 
 MAX_ERROR_CHARS = 400
 GBNF_RULE = "::="

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from request_fields.beams import ONLY_WITH_BEAMS, check_beam_fields
 from request_fields.fields import (
     BY_PATH,
     FIELDS,
@@ -22,6 +21,7 @@ from request_fields.fields import (
     fields_of,
     sampling_params,
 )
+from request_fields.parameters import ONLY_WITH_BEAMS, check_beam_fields
 
 UNUSED_SETTINGS = {"num_beams": 1}  # key of generation_config.json -> value that turns it off
 MESSAGES = {field.message for field in FIELDS}

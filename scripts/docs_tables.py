@@ -36,8 +36,8 @@ import worker_svc.metrics
 from gateway_svc.http.fields import ENDPOINTS, BodyField
 from gateway_svc.text.reasoning import REASONING_FORMATS
 from gateway_svc.text.tool_formats import TOOL_FORMATS
-from request_fields.beams import NOT_WITH_BEAMS
 from request_fields.fields import BY_PATH, FIELDS, Field
+from request_fields.parameters import NOT_WITH_BEAMS
 from svc_common.config import FlagKind, allowed_values, environment_name, make_parser, settings_of
 from svc_common.observe.metrics import COMMON, PREFIX, Spec
 from worker_svc.engine.checkpoint.families import ARCHITECTURES

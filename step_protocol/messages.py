@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from request_fields.fields import SamplingParams
-from request_fields.grammar import Grammar
+from request_fields.parameters import Grammar
 from step_protocol.columns import EMPTY, F32, NO_FLOATS, U32, Bools, HasParts, Part
 from step_protocol.features import LogprobColumns, ThinkingBudget
 from step_protocol.types import CarriedInput, EncoderInput, Pooling, RowError

@@ -15,7 +15,7 @@ from quire.v1 import types_pb2
 
 from request_fields import checks
 from request_fields.fields import FieldError, has_grammar, sampling_params
-from request_fields.grammar import Grammar, grammar_of
+from request_fields.parameters import Grammar, grammar_of
 from step_protocol.columns import (
     EMPTY,
     U32,

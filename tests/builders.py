@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from quire.internal.v1 import worker_pb2
 
-from request_fields.beams import BeamParams
+from request_fields.parameters import BeamParams
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.features.adapters import UsesAdapter
 from scheduler_svc.core.features.beams import Beams

@@ -30,7 +30,7 @@ from gateway_svc.request.validation import check_generate, check_request_id, che
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from gateway_svc.schedulers.submitter import Submission, Submitter
-from request_fields.grammar import Grammar
+from request_fields.parameters import Grammar
 from svc_common.errors import NotConfiguredError
 
 Events = AsyncGenerator[pb.GenerateResponse, None]

@@ -16,7 +16,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.request.field_errors import invalid
 from gateway_svc.request.models import ServedModel
-from request_fields.grammar import Grammar
+from request_fields.parameters import Grammar
 from svc_common.errors import ContextLengthError
 
 TRANSCRIBE = "transcribe"

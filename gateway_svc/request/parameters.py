@@ -17,9 +17,8 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.request.field_errors import FieldErrors, check_token_ids, invalid
 from gateway_svc.request.models import ServedModel
 from request_fields import checks
-from request_fields.beams import BeamParams, beam_params
 from request_fields.fields import GRAMMAR_FIELDS, MAX_BAD_WORD_IDS, StopCondition, stop_condition
-from request_fields.grammar import Grammar
+from request_fields.parameters import BeamParams, Grammar, beam_params
 
 MAX_KEPT = 256  # results per model
 MAX_KEPT_BYTES = 1024  # parameters larger than this are checked each time

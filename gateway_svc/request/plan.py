@@ -21,7 +21,7 @@ from gateway_svc.request.resume import resume_plan
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
 from gateway_svc.request.threads import Lane
 from gateway_svc.request.tools import AnswerPlan, answer_grammar, answer_plan, tag_grammar
-from request_fields.grammar import Grammar, GrammarKind
+from request_fields.parameters import Grammar, GrammarKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from gateway_svc.text.tool_formats import CallIds
 from gateway_svc.text.tool_grammar import CallRules, tool_grammar
 from grammars.schemas import INPUT_GRAMMAR, GrammarError, schema_of
 from request_fields.fields import MAX_GRAMMAR_BYTES
-from request_fields.grammar import Grammar, GrammarKind, GrammarSchema
+from request_fields.parameters import Grammar, GrammarKind, GrammarSchema
 from svc_common.errors import InvalidRequestError
 
 MAX_TOOLS = 1024

@@ -18,7 +18,7 @@ from gateway_svc.request.field_errors import FieldErrors, invalid
 from gateway_svc.request.prompts.readers import check_prompt
 from request_fields import checks
 from request_fields.fields import has_grammar
-from request_fields.grammar import Grammar, grammar_of
+from request_fields.parameters import Grammar, grammar_of
 from svc_common.errors import NotConfiguredError
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from gateway_svc.text.input_grammar import plain, quoted
 from grammars.schemas import INPUT, INPUT_GRAMMAR, with_known_formats
-from request_fields.grammar import JSON_WHITESPACE, GrammarKind
+from request_fields.parameters import JSON_WHITESPACE, GrammarKind
 
 TokenId: TypeAlias = Callable[[str], int | None]
 """The id of a text that is one token of the vocabulary, else None."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from gateway_svc.text.lark import Lark
 from grammars.schemas import GrammarError, depth, schema_of
-from request_fields.grammar import GrammarKind
+from request_fields.parameters import GrammarKind
 
 MARKERS = re.compile(r"<[^<>]*>"), re.compile(r"\[[^\[\]]*\]")  # texts that may be tokens
 MAX_DEPTH = 64  # nesting of the whole value, schemas included

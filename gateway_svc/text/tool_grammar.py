@@ -27,7 +27,7 @@ from gateway_svc.text.reasoning import HarmonyReasoning, ReasoningFormat
 from gateway_svc.text.structural_tags import add_structural_tag
 from gateway_svc.text.tool_formats import HARMONY, TOOL_FORMATS, HarmonyCalls
 from grammars.schemas import INPUT, INPUT_GRAMMAR, SHARED, GrammarError
-from request_fields.grammar import GrammarKind
+from request_fields.parameters import GrammarKind
 
 Layout = TypeVar("Layout")
 

@@ -18,9 +18,8 @@ from quire.v1 import types_pb2
 
 from prefix_index.hashing import encoder_digest, root_key
 from request_fields import checks
-from request_fields.beams import BeamParams, beam_params
 from request_fields.fields import MAX_BANNED_IDS, FieldError, StopCondition, has_grammar, stop_condition
-from request_fields.grammar import grammar_of
+from request_fields.parameters import BeamParams, beam_params, grammar_of
 from scheduler_svc.core.features.adapters import UsesAdapter
 from scheduler_svc.core.features.beams import Beams
 from scheduler_svc.core.features.encoder import EncoderPositions

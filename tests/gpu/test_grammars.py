@@ -11,7 +11,7 @@ import torch
 from quire_client.demo import demo_model_dir
 from tokenizers import Tokenizer
 
-from request_fields.grammar import Grammar, GrammarKind
+from request_fields.parameters import Grammar, GrammarKind
 from tests.gpu.driver import DeviceDriver, load
 from tests.unit.engine.driver import seeded
 from tests.unit.engine.models import make_model

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from request_fields.fields import SamplingParams
-from request_fields.grammar import Grammar, GrammarKind
+from request_fields.parameters import Grammar, GrammarKind
 from step_protocol.messages import RowOpen, StepBatch, TokenRules
 from step_protocol.types import CarriedInput, Pooling, PoolingKind, PoolingTask
 from tests.carried import random_embeddings

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from request_fields.beams import BeamParams
 from request_fields.fields import RepetitionDetection
+from request_fields.parameters import BeamParams
 from scheduler_svc.core.features.beam_search import BeamSearch, Candidates
 from scheduler_svc.core.sequence import FinishReason, StopCondition
 from tests.sim import symbolic_model

@@ -19,8 +19,8 @@ from typing import Any
 
 from prefix_index import hashing
 from prefix_index.content_ids import FIRST_CONTENT_ID
-from request_fields.beams import BeamParams, EarlyStopping
 from request_fields.fields import RepetitionDetection
+from request_fields.parameters import BeamParams, EarlyStopping
 from request_fields.sizes import blocks_of_row
 from scheduler_svc.core.block_manager import ceil_div
 from scheduler_svc.core.config import SchedulerConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from request_fields.beams import BeamParams, EarlyStopping
+from request_fields.parameters import BeamParams, EarlyStopping
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import WorkerMismatchError
 from scheduler_svc.core.sequence import FinishReason, StopCondition

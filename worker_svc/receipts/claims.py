@@ -15,8 +15,8 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from request_fields import checks
-from request_fields.beams import ONLY_WITH_BEAMS
 from request_fields.fields import BY_PATH, FieldError, FinishReason, StopCondition, has_grammar, stop_condition
+from request_fields.parameters import ONLY_WITH_BEAMS
 from request_fields.receipts import Receipt, ReceiptError
 from worker_svc.engine.config import EngineInfo
 

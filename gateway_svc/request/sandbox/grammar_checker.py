@@ -19,7 +19,7 @@ from gateway_svc.callers.caller import current_caller
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.sandbox.frames import to_frame
 from gateway_svc.request.sandbox.pool import RETRY_S, Job, ModelSetup, SandboxPool, SlowAnswerError
-from request_fields.grammar import Grammar
+from request_fields.parameters import Grammar
 from svc_common.errors import InvalidRequestError, OverloadedError
 from svc_common.tasks import cancel
 

@@ -20,7 +20,7 @@ from typing import Any
 from gateway_svc.request.sandbox.child import answer_messages, limit_process
 from grammars.compiler import DeadPatternError, GrammarCompiler, UnsupportedTokenizerError, located_error, normalized
 from grammars.schemas import GrammarError
-from request_fields.grammar import GrammarKind
+from request_fields.parameters import GrammarKind
 
 MAX_MEMORY_BYTES = 4 << 30  # limit of the address space; a process that needs more ends
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from request_fields.beams import BeamParams, EarlyStopping
 from request_fields.fields import StopCondition
+from request_fields.parameters import BeamParams, EarlyStopping
 from scheduler_svc.core.sequence import Completion
 
 U32 = npt.NDArray[np.uint32]

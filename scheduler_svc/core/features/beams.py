@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from request_fields.beams import BeamParams
+from request_fields.parameters import BeamParams
 from scheduler_svc.core.block_manager import BlockManager, ceil_div
 from scheduler_svc.core.errors import NeverFitsError
 from scheduler_svc.core.features.beam_search import BeamSearch, Candidates, Move

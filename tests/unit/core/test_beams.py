@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from request_fields.beams import BeamParams, EarlyStopping
 from request_fields.fields import FinishReason, StopCondition
+from request_fields.parameters import BeamParams, EarlyStopping
 from scheduler_svc.core.features.beam_search import BeamSearch, Candidates
 from scheduler_svc.core.sequence import Completion
 

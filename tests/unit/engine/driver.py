@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from request_fields.fields import SamplingParams
-from request_fields.grammar import Grammar
+from request_fields.parameters import Grammar
 from step_protocol.columns import U32
 from step_protocol.features import LogprobColumns, PooledRows, PromptLogprobs
 from step_protocol.messages import NO_RULES, ImageSpan, RowOpen, StepBatch, StepOutput, TokenRules

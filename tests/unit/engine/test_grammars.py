@@ -12,7 +12,7 @@ import torch
 from quire_client.demo import demo_model_dir
 from tokenizers import Tokenizer
 
-from request_fields.grammar import Grammar, GrammarKind, regex_of_choice
+from request_fields.parameters import Grammar, GrammarKind, regex_of_choice
 from step_protocol.features import ThinkingBudget
 from step_protocol.messages import RowOpen, TokenRules
 from step_protocol.types import RowErrorCode

@@ -14,7 +14,7 @@ import pytest
 from gateway_svc.text.chat_output import parse
 from gateway_svc.text.input_grammar import plain, quoted
 from grammars.schemas import GrammarError
-from request_fields.grammar import GrammarKind
+from request_fields.parameters import GrammarKind
 from tests.unit.gateway.test_tool_grammar import VALID, Case, tokenizer_with, valid
 
 APPLY_PATCH = (Path(__file__).parents[2] / "apply_patch.lark").read_text()  # Codex sends this one

@@ -11,7 +11,7 @@ from gateway_svc.text.chat_output import ChatFormat
 from gateway_svc.text.reasoning import THINK
 from gateway_svc.text.tool_grammar import CallRules, tool_grammar
 from grammars.schemas import GrammarError
-from request_fields.grammar import GrammarKind
+from request_fields.parameters import GrammarKind
 from tests.unit.gateway.test_tool_grammar import tokenizer_with
 
 CITY = {

@@ -16,7 +16,7 @@ from gateway_svc.request.plan import plan_generation
 from gateway_svc.request.prompts.reader import PromptInput
 from gateway_svc.text.bundle import ModelText, Tokenizer
 from gateway_svc.text.reasoning import ROWS, ReasoningFormat
-from request_fields.grammar import Grammar, GrammarKind
+from request_fields.parameters import Grammar, GrammarKind
 from svc_common import config
 from svc_common.config import SettingError
 from svc_common.errors import InvalidRequestError

@@ -19,7 +19,7 @@ from gateway_svc.text.tool_formats import TOOL_FORMATS
 from gateway_svc.text.tool_grammar import MAX_CALLS, CallRules, tool_grammar
 from grammars.compiler import GrammarCompiler
 from grammars.schemas import GrammarError
-from request_fields.grammar import GrammarKind
+from request_fields.parameters import GrammarKind
 from tests.chat_templates import CLOCK, WEATHER
 from tests.unit.gateway.tokenizer_kinds import byte_level
 

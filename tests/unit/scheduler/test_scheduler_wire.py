@@ -10,7 +10,7 @@ import pytest
 from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import types_pb2
 
-from request_fields.beams import BeamParams, EarlyStopping
+from request_fields.parameters import BeamParams, EarlyStopping
 from scheduler_svc.core.features.beams import Beams
 from scheduler_svc.core.messages import Deltas, Finished, RowAssignment, split_deltas
 from scheduler_svc.core.sequence import FinishReason

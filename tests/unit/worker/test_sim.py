@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from prefix_index.content_ids import input_digest
 from request_fields.fields import SamplingParams
-from request_fields.grammar import Grammar, GrammarKind
+from request_fields.parameters import Grammar, GrammarKind
 from step_protocol.columns import EMPTY
 from step_protocol.messages import NO_RULES, ImageSpan, RowOpen, StepBatch, StepOutput, TokenRules
 from step_protocol.types import CarriedInput, RowErrorCode

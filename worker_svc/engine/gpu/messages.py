@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load, save
 
 from request_fields.fields import SamplingParams
-from request_fields.grammar import Grammar, GrammarKind
+from request_fields.parameters import Grammar, GrammarKind
 from step_protocol.features import STEP_PARTS, ImageWork
 from step_protocol.messages import ImageSpan, RowOpen, StepBatch, TokenRules
 from step_protocol.types import CarriedInput, EncoderInput, Pooling, PoolingKind, PoolingTask

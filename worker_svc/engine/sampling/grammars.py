@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from request_fields.grammar import Grammar
+from request_fields.parameters import Grammar
 from step_protocol.columns import EMPTY, I64, U32, Bools
 from step_protocol.features import ThinkingBudget
 from step_protocol.messages import RowOpen
