@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.builders import DEVICE, TOLERANCE, relative_error
-from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
-from worker_svc.engine.adapters.targets import Module
+from worker_svc.engine.backend import Adapter, AdapterPart, Module
 from worker_svc.engine.gpu.kernels.linears import low_rank
 from worker_svc.engine.gpu.kernels.linears.low_rank import RANKS as RANK_UNIT
 from worker_svc.engine.gpu.kernels.linears.low_rank import reference, splits_of

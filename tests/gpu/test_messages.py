@@ -15,8 +15,7 @@ from request_fields.parameters import Grammar, GrammarKind
 from step_protocol.messages import RowOpen, StepBatch, TokenRules
 from step_protocol.types import CarriedInput, Pooling, PoolingKind, PoolingTask
 from tests.carried import random_embeddings
-from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
-from worker_svc.engine.adapters.targets import Module
+from worker_svc.engine.backend import Adapter, AdapterPart, Module
 from worker_svc.engine.gpu import messages
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.messages import RESET_ROWS, STOP, step_from_bytes, step_to_bytes

@@ -5,9 +5,10 @@ A backend computes and makes no decisions. Every operation works on all tokens o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +18,11 @@ from step_protocol.columns import F32, I32, I64, U32, Bools
 if TYPE_CHECKING:
     import torch  # rows and plans use these types even if torch is not installed
 
-    from worker_svc.engine.adapters.adapter import Adapter
-    from worker_svc.engine.adapters.packed import AdapterRows, PackedAdapter
     from worker_svc.engine.checkpoint.architecture import NormKind, SharedKind
-    from worker_svc.engine.recurrent import RecurrentWeights, StatePool
+    from worker_svc.engine.recurrent import StatePool
+
+
+SITES = ("qkv", "o", "gate_up", "down")  # the linear layers of a layer; the order of `Site` in forward.cpp
 
 
 class BackendUnavailableError(RuntimeError):
@@ -308,6 +310,113 @@ class ExpertLinears:
     is_gated: bool
     # float32 [num_experts] of the shares, after that of `Routing`
     scales: torch.Tensor | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentWeights:
+    """The tensors of a recurrent layer besides its two linear layers, in float32."""
+
+    conv: torch.Tensor  # [kernel, channels]
+    conv_bias: torch.Tensor | None  # [channels]
+    decay: torch.Tensor | None  # [num_heads] -e^A; None: a short convolution
+    step_bias: torch.Tensor | None  # [num_heads]
+    skip: torch.Tensor | None  # [num_heads]
+    norm: torch.Tensor | None  # [norm_width], or [num_values]
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Weights of latent attention after the first linear layer, whose output is [source of queries | latent | rotated].
+    The source is normed and goes through `query`, or has the queries themselves."""
+
+    shape: LatentShape
+    query_norm: Norm | None
+    query: Linear | None  # None: the queries are computed already
+    norm: Norm  # applied to latents
+    absorb: list[Linear]  # [rank, key_dim] of each head: K_h^T
+    expand: list[Linear]  # [value_dim, rank] of each head: V_h
+
+    def linears(self) -> Iterator[Linear]:
+        """All linear layers."""
+        yield from (*(() if self.query is None else (self.query,)), *self.absorb, *self.expand)
+
+
+class Module(NamedTuple):
+    """A linear layer that an adapter may change: some of the outputs of a site of the decoder."""
+
+    layer: int
+    site: int
+    first_output: int
+    num_outputs: int
+    num_inputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPart:
+    """A change of some outputs of a site by an adapter: b @ (a @ x) is added."""
+
+    module: Module
+    a: torch.Tensor  # [rank, inputs]
+    b: torch.Tensor  # [outputs, rank], times the scale
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A loaded adapter. `digest` identifies its content: equal adapters have equal digests."""
+
+    digest: bytes  # 16 bytes
+    max_rank: int
+    parts: tuple[AdapterPart, ...]  # in the order of layers and sites
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its tensors."""
+        return sum(tensor.nbytes for part in self.parts for tensor in (part.a, part.b))
+
+    def by_site(self) -> Iterator[tuple[int, int, list[AdapterPart]]]:
+        """Layer, site and parts of each site that it changes."""
+        for (layer, site), parts in groupby(self.parts, key=lambda part: (part.module.layer, part.module.site)):
+            yield layer, site, list(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """Maps some of the outputs of `shrink` to some outputs of a site."""
+
+    linear: Linear
+    first_rank: int
+    rank: int
+    first_output: int
+    num_outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """A change of a site by an adapter: for each expansion, linear(shrink(x)[ranks]) is added."""
+
+    shrink: Linear
+    rank: int  # outputs of `shrink`
+    expansions: tuple[Expansion, ...]
+
+
+class PackedAdapter:
+    """The matrices of an adapter for one backend, by layer and site."""
+
+    def __init__(self, sites: Sequence[LowRank | None]) -> None:
+        self.sites = sites  # [layers * SITES]; None: the adapter does not change it
+
+    def at(self, layer: int, site: int) -> LowRank | None:
+        """What the adapter adds to a site of a layer."""
+        return self.sites[layer * len(SITES) + site]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """An adapter that a step uses, and its tokens."""
+
+    adapter: PackedAdapter
+    tokens: I32  # [n] among all tokens of the step
+    heads: I32  # [m] among its head tokens
 
 
 class LinearMaker(Protocol):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from worker_svc.engine.adapters.packed import PackedAdapter, rows_of_step
+from worker_svc.engine.adapters.packed import rows_of_step
 from worker_svc.engine.adapters.rows import RowAdapters
+from worker_svc.engine.backend import PackedAdapter
 from worker_svc.engine.config import EngineInfo
 from worker_svc.engine.encoder.families import encoder_of
 from worker_svc.engine.encoder_decoder.config import is_encoder_decoder

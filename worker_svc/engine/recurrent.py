@@ -80,18 +80,6 @@ class Recurrence:
         return self.num_matrix_floats + (self.kernel - 1) * self.channels
 
 
-@dataclass(frozen=True, slots=True)
-class RecurrentWeights:
-    """What a recurrent layer has besides its two linear layers, in float32."""
-
-    conv: torch.Tensor  # [kernel, channels]
-    conv_bias: torch.Tensor | None  # [channels]
-    decay: torch.Tensor | None  # [num_heads] -e^A; None: a short convolution
-    step_bias: torch.Tensor | None  # [num_heads]
-    skip: torch.Tensor | None  # [num_heads]
-    norm: torch.Tensor | None  # [norm_width], or [num_values]
-
-
 def gated_delta(config: Mapping[str, Any]) -> Recurrence:
     """The gated delta net of Qwen3-Next and Qwen3.5. Raises CheckpointError naming the field."""
     num_key_heads, num_heads = size_of(config, "linear_num_key_heads"), size_of(config, "linear_num_value_heads")

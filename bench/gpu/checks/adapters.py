@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bench.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
-from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
-from worker_svc.engine.adapters.targets import SITES, Module
+from worker_svc.engine.backend import SITES, Adapter, AdapterPart, Module
 from worker_svc.engine.gpu.kernels.linears import low_rank
 from worker_svc.engine.gpu.layers.adapter_shapes import AdapterShapes, ModuleShard, SiteShard
 from worker_svc.engine.gpu.layers.device_slots import NO_ADAPTER, DeviceSlots, TokenAdapters

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 
 from worker_svc.engine.adapters.config import WEIGHTS_FILE, AdapterError, read_adapter_config
 from worker_svc.engine.adapters.store import AdapterStore
-from worker_svc.engine.adapters.targets import AdaptedModule, Module, find_targets
+from worker_svc.engine.adapters.targets import AdaptedModule, find_targets
+from worker_svc.engine.backend import Adapter, AdapterPart, Module
 from worker_svc.engine.checkpoint.architecture import Names
 from worker_svc.engine.checkpoint.model_folder import MAX_TENSORS, CheckpointError, open_regular, read_header
 from worker_svc.engine.config import EngineConfig
@@ -22,34 +21,6 @@ from worker_svc.engine.config import EngineConfig
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 P = TypeVar("P")  # an adapter in the form of a backend
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterPart:
-    """What an adapter adds to some outputs of a site: b @ (a @ x)."""
-
-    module: Module
-    a: torch.Tensor  # [rank, inputs]
-    b: torch.Tensor  # [outputs, rank], times the scale
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A loaded adapter. `digest` identifies its content: equal adapters have equal digests."""
-
-    digest: bytes  # 16 bytes
-    max_rank: int
-    parts: tuple[AdapterPart, ...]  # in the order of layers and sites
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of its tensors."""
-        return sum(tensor.nbytes for part in self.parts for tensor in (part.a, part.b))
-
-    def by_site(self) -> Iterator[tuple[int, int, list[AdapterPart]]]:
-        """Layer, site and parts of each site that it changes."""
-        for (layer, site), parts in groupby(self.parts, key=lambda part: (part.module.layer, part.module.site)):
-            yield layer, site, list(parts)
 
 
 def make_store(

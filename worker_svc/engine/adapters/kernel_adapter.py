@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from step_protocol.columns import I32
-from worker_svc.engine.adapters.adapter import Adapter
-from worker_svc.engine.adapters.packed import AdapterRows, Linear, LowRank, PackedAdapter
-from worker_svc.engine.adapters.targets import SITES
+from worker_svc.engine.adapters.packed import low_ranks
+from worker_svc.engine.backend import SITES, Adapter, AdapterRows, Linear, LowRank, PackedAdapter
 from worker_svc.engine.kernels.binding import Struct, array, struct
 from worker_svc.engine.kernels.linear import BFLOAT16, FLOAT32, KernelLinear, linear_struct
 
@@ -26,7 +25,7 @@ class KernelAdapter(PackedAdapter):
             kind = BFLOAT16 if weight.dtype is torch.bfloat16 else FLOAT32
             return KernelLinear(kernels, kind, weight, None, threads=1)
 
-        super().__init__(adapter, num_layers, make_linear)
+        super().__init__(low_ranks(adapter, num_layers, make_linear))
         self.structs = array([_struct(site) for site in self.sites])
 
     def address(self, layer: int, site: int) -> int:

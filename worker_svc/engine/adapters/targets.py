@@ -14,12 +14,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from worker_svc.engine.adapters.config import AdapterConfig, AdapterError
+from worker_svc.engine.backend import SITES, Module
 from worker_svc.engine.checkpoint.architecture import Names, Role
 
-SITES = ("qkv", "o", "gate_up", "down")  # the linear layers of a layer; the order of `Site` in forward.cpp
 PREFIX_WORDS = frozenset({"base_model", "model", "language_model", "text_model", "transformer", "module", "_orig_mod"})
 TENSOR = re.compile(r"(?P<path>.+)\.lora_(?P<side>[AB])(\.[^.]+)?\.weight")
 SHOWN = 3  # names in a message
@@ -34,16 +34,6 @@ class StoredLinear(Protocol):
     def roles(self) -> tuple[tuple[Role, int], ...]: ...
     @property
     def in_features(self) -> int: ...
-
-
-class Module(NamedTuple):
-    """A linear layer that an adapter may change: some of the outputs of a site of the decoder."""
-
-    layer: int
-    site: int
-    first_output: int
-    num_outputs: int
-    num_inputs: int
 
 
 @dataclass(frozen=True, slots=True)

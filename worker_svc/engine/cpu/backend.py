@@ -14,10 +14,9 @@ import numpy.typing as npt
 import torch
 
 from step_protocol.columns import I32, I64, U32
-from worker_svc.engine.adapters.adapter import Adapter
 from worker_svc.engine.adapters.kernel_adapter import KernelAdapter, site_rows
-from worker_svc.engine.adapters.packed import PackedAdapter
 from worker_svc.engine.backend import (
+    Adapter,
     AttentionShape,
     Backend,
     BackendUnavailableError,
@@ -27,6 +26,8 @@ from worker_svc.engine.backend import (
     LatentShape,
     Linear,
     Norm,
+    PackedAdapter,
+    RecurrentWeights,
     RotaryTable,
     SamplingColumns,
     TopLogprobs,
@@ -43,7 +44,7 @@ from worker_svc.engine.kernels.linear import BFLOAT16, FLOAT32, INT8, KernelLine
 from worker_svc.engine.kernels.memory import WeightMemory, collapse
 from worker_svc.engine.kernels.paths import PATH_ENV, CpuPathError
 from worker_svc.engine.kernels.torch_linear import Int8Rows, check_int8_width
-from worker_svc.engine.recurrent import RecurrentWeights, StatePool
+from worker_svc.engine.recurrent import StatePool
 from worker_svc.engine.sampling.processors import ProcessedRows
 
 if TYPE_CHECKING:

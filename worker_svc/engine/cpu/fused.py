@@ -18,15 +18,21 @@ import torch
 
 from step_protocol.columns import I64
 from worker_svc.engine.adapters.kernel_adapter import adapter_structs
-from worker_svc.engine.backend import ForwardBatch, LatentShape, Linear, Norm, RotaryTable
+from worker_svc.engine.backend import (
+    ForwardBatch,
+    LatentAttention,
+    LatentShape,
+    Linear,
+    Norm,
+    RecurrentWeights,
+    RotaryTable,
+)
 from worker_svc.engine.cpu.recurrent import recurrence_struct
 from worker_svc.engine.decoder.config import LayerSpec
 from worker_svc.engine.decoder.forward import BESIDE_OUT, compute_layers
-from worker_svc.engine.decoder.latents import LatentAttention
 from worker_svc.engine.decoder.layer import FeedForward, Layer, RoutedExperts
 from worker_svc.engine.kernels.binding import Struct, array, struct
 from worker_svc.engine.kernels.linear import LINEAR_STRUCT, PANEL, KernelLinear, linear_struct, linear_structs
-from worker_svc.engine.recurrent import RecurrentWeights
 
 if TYPE_CHECKING:
     from worker_svc.engine.decoder.model import DecoderParts

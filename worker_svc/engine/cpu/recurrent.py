@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from worker_svc.engine.backend import ForwardBatch, SnapshotColumns
+from worker_svc.engine.backend import ForwardBatch, RecurrentWeights, SnapshotColumns
 from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.kernels import exact_ops
 from worker_svc.engine.kernels.binding import Struct, struct
-from worker_svc.engine.recurrent import Recurrence, RecurrentWeights, StatePool
+from worker_svc.engine.recurrent import Recurrence, StatePool
 
 RECURRENCE_STRUCT, STATE_ROWS_STRUCT = struct("Recurrence"), struct("StateRows")
 KINDS = {"gated_delta": 0, "mamba2": 1, "short_conv": 2}

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 from request_fields.fields import SAMPLER_FIELDS, sampling_params
 from step_protocol.columns import I32, I64, U32
-from worker_svc.engine.adapters.adapter import Adapter
-from worker_svc.engine.adapters.packed import PackedAdapter
+from worker_svc.engine.adapters.packed import low_ranks
 from worker_svc.engine.backend import (
+    Adapter,
     AttentionShape,
     ExpertLinears,
     ForwardBatch,
@@ -25,6 +25,8 @@ from worker_svc.engine.backend import (
     LatentShape,
     Linear,
     Norm,
+    PackedAdapter,
+    RecurrentWeights,
     RotaryTable,
     SamplingColumns,
     TopLogprobs,
@@ -33,7 +35,7 @@ from worker_svc.engine.config import Determinism, Quantization
 from worker_svc.engine.cpu import recurrent, torch_ops
 from worker_svc.engine.kernels import exact_ops
 from worker_svc.engine.kernels.torch_linear import FixedPointLinear, Int8Linear, Int8Rows, PackedLinear
-from worker_svc.engine.recurrent import RecurrentWeights, StatePool
+from worker_svc.engine.recurrent import StatePool
 from worker_svc.engine.sampling.noise import filtered, sample_token
 from worker_svc.engine.sampling.processors import ProcessedRows
 
@@ -67,7 +69,7 @@ class ReferenceBackend:
     def end_load(self) -> None: ...
 
     def pack_adapter(self, adapter: Adapter, num_layers: int) -> PackedAdapter:
-        return PackedAdapter(adapter, num_layers, lambda weight: FixedPointLinear(weight, None))
+        return PackedAdapter(low_ranks(adapter, num_layers, lambda weight: FixedPointLinear(weight, None)))
 
     def add_adapters(
         self, layer: int, site: int, rows: Sequence[tuple[PackedAdapter, I32]], x: torch.Tensor, y: torch.Tensor

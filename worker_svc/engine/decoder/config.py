@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from step_protocol.types import PoolingKind
-from worker_svc.engine.backend import NO_KV, AttentionShape, HeadShape, KVLayout, Routing
+from worker_svc.engine.backend import NO_KV, AttentionShape, HeadShape, KVLayout, LatentShape, Routing
 from worker_svc.engine.checkpoint.architecture import (
     Architecture,
     HeadKind,
@@ -19,13 +19,25 @@ from worker_svc.engine.checkpoint.architecture import (
 from worker_svc.engine.checkpoint.features import features_of
 from worker_svc.engine.checkpoint.quantization_config import QuantizationConfig
 from worker_svc.engine.decoder.heads import HeadPart, HeadSpec
-from worker_svc.engine.decoder.latents import LatentSpec
 from worker_svc.engine.decoder.per_layer import PerLayerTable, PerLayerWeights
 from worker_svc.engine.decoder.plain_part import PlainPart
 from worker_svc.engine.decoder.rotary import Rotary
 from worker_svc.engine.decoder.streams import Laurel, StreamSpec, StreamTable, StreamWeights
 from worker_svc.engine.recurrent import Recurrence
 from worker_svc.engine.vision.config import VisionConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """The latent attention of a decoder, from config.json."""
+
+    shape: LatentShape
+    query_rank: int | None  # queries are computed from this many numbers, which are normed. None: from the hidden state
+
+    @property
+    def first_outputs(self) -> int:
+        """Numbers for the queries that the first linear layer computes, beside the latent and its rotated part."""
+        return self.shape.num_heads * self.shape.query_dim if self.query_rank is None else self.query_rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,8 @@ from typing import Protocol
 
 import torch
 
-from worker_svc.engine.adapters.targets import SITES
-from worker_svc.engine.backend import Linear, Norm
-from worker_svc.engine.decoder.latents import LatentAttention
+from worker_svc.engine.backend import SITES, LatentAttention, Linear, Norm, RecurrentWeights
 from worker_svc.engine.decoder.layer import Beside, FeedForward, Layer, RoutedExperts
-from worker_svc.engine.recurrent import RecurrentWeights
 
 QKV, OUT, GATE_UP, DOWN = range(len(SITES))
 BESIDE_QKV, BESIDE_OUT = len(SITES), len(SITES) + 1  # of a recurrence beside attention; adapters do not change them

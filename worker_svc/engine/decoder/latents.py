@@ -18,12 +18,11 @@ times larger, and round the weights of the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from worker_svc.engine.backend import LatentShape, Linear, Norm
+from worker_svc.engine.backend import LatentShape
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, size_of
+from worker_svc.engine.decoder.config import LatentSpec
 from worker_svc.engine.decoder.rotary import yarn_mscale
 
 NORM_EPS = 1e-6  # of the norms of queries and latents: transformers reads it from no field
@@ -32,36 +31,6 @@ QUERY, QUERY_DOWN, QUERY_NORM, QUERY_UP = (
     ATTENTION + name for name in ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj")
 )
 DOWN, NORM, UP = (ATTENTION + name for name in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"))
-
-
-@dataclass(frozen=True, slots=True)
-class LatentSpec:
-    """The latent attention of a decoder, from config.json."""
-
-    shape: LatentShape
-    query_rank: int | None  # queries are computed from this many numbers, which are normed. None: from the hidden state
-
-    @property
-    def first_outputs(self) -> int:
-        """Numbers for the queries that the first linear layer computes, beside the latent and its rotated part."""
-        return self.shape.num_heads * self.shape.query_dim if self.query_rank is None else self.query_rank
-
-
-@dataclass(frozen=True, slots=True)
-class LatentAttention:
-    """Weights of latent attention after the first linear layer, whose output is [source of queries | latent | rotated].
-    The source is normed and goes through `query`, or has the queries themselves."""
-
-    shape: LatentShape
-    query_norm: Norm | None
-    query: Linear | None  # None: the queries are computed already
-    norm: Norm  # of latents
-    absorb: list[Linear]  # [rank, key_dim] of each head: K_h^T
-    expand: list[Linear]  # [value_dim, rank] of each head: V_h
-
-    def linears(self) -> Iterator[Linear]:
-        """All linear layers."""
-        yield from (*(() if self.query is None else (self.query,)), *self.absorb, *self.expand)
 
 
 def parse_latents(config: dict[str, Any], *, is_interleaved: bool) -> LatentSpec:

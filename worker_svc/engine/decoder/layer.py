@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_svc.engine.backend import ExpertLinears, Linear, Norm
-from worker_svc.engine.decoder.latents import LatentAttention
+from worker_svc.engine.backend import ExpertLinears, LatentAttention, Linear, Norm, RecurrentWeights
 from worker_svc.engine.decoder.per_layer import PerLayerWeights
 from worker_svc.engine.decoder.streams import Laurel, StreamWeights
-from worker_svc.engine.recurrent import RecurrentWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,18 +10,25 @@ import numpy as np
 import torch
 
 from step_protocol.columns import I64
-from worker_svc.engine.adapters.targets import SITES
-from worker_svc.engine.backend import AttentionShape, Backend, ForwardBatch, Linear, Norm, RotaryTable
+from worker_svc.engine.backend import (
+    SITES,
+    AttentionShape,
+    Backend,
+    ForwardBatch,
+    LatentAttention,
+    Linear,
+    Norm,
+    RecurrentWeights,
+    RotaryTable,
+)
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.forward import compute_layers
-from worker_svc.engine.decoder.latents import LatentAttention
 from worker_svc.engine.decoder.layer import Layer, RoutedExperts
 from worker_svc.engine.decoder.per_layer import PerLayerTable, PerLayerWeights
 from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.decoder.rotary import rotary_at
 from worker_svc.engine.decoder.streams import ResidualStreams, StreamTable, sparse_gates
 from worker_svc.engine.decoder.weights import WeightLoader
-from worker_svc.engine.recurrent import RecurrentWeights
 
 Progress = Callable[[float], None]
 

@@ -19,8 +19,8 @@ from worker_svc.engine.checkpoint.families import architecture_of, head_of
 from worker_svc.engine.checkpoint.field_types import check_types
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, choice_of, size_of
 from worker_svc.engine.checkpoint.quantization_config import quantization_of
-from worker_svc.engine.decoder.config import Experts, LayerSpec, ModelConfig
-from worker_svc.engine.decoder.latents import LatentSpec, latent_scale, parse_latents
+from worker_svc.engine.decoder.config import Experts, LatentSpec, LayerSpec, ModelConfig
+from worker_svc.engine.decoder.latents import latent_scale, parse_latents
 from worker_svc.engine.decoder.layer_kinds import (
     CHUNKED,
     DENSE,

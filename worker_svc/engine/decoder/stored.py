@@ -11,8 +11,7 @@ from worker_svc.engine.backend import HeadShape, Routing
 from worker_svc.engine.checkpoint.architecture import RecurrentNames, Role
 from worker_svc.engine.checkpoint.tensors import Checkpoint, View
 from worker_svc.engine.decoder import latents
-from worker_svc.engine.decoder.config import LayerSpec, ModelConfig
-from worker_svc.engine.decoder.latents import LatentSpec
+from worker_svc.engine.decoder.config import LatentSpec, LayerSpec, ModelConfig
 from worker_svc.engine.recurrent import Recurrence
 
 

@@ -8,8 +8,17 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from worker_svc.engine.adapters.targets import Module, modules_of
-from worker_svc.engine.backend import ExpertLinears, Linear, LinearMaker, Norm, Routing
+from worker_svc.engine.adapters.targets import modules_of
+from worker_svc.engine.backend import (
+    ExpertLinears,
+    LatentAttention,
+    Linear,
+    LinearMaker,
+    Module,
+    Norm,
+    RecurrentWeights,
+    Routing,
+)
 from worker_svc.engine.checkpoint.architecture import LAYER_NORMS, Role
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.quantization_config import Mxfp4, Packed, Scaled, Scheme
@@ -24,14 +33,13 @@ from worker_svc.engine.checkpoint.quantized import (
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.decoder import latents
 from worker_svc.engine.decoder.config import Experts, LayerSpec, ModelConfig
-from worker_svc.engine.decoder.latents import LatentAttention
 from worker_svc.engine.decoder.layer import Beside, ExpertsBeside, FeedForward, Layer, RoutedExperts
 from worker_svc.engine.decoder.plain_part import Part, PlainPart
 from worker_svc.engine.decoder.stored import Stored, StoredLayers, conv_order, present, stored_plain
 from worker_svc.engine.kernels import exact_ops
 from worker_svc.engine.kernels.four_bits import FourBitRows
 from worker_svc.engine.kernels.torch_linear import MAX_INT8_INPUTS, Int8Rows
-from worker_svc.engine.recurrent import Recurrence, RecurrentWeights
+from worker_svc.engine.recurrent import Recurrence
 from worker_svc.engine.vision.config import tower_tensors
 
 FOUR_BITS = 4

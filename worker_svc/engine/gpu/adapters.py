@@ -16,9 +16,10 @@ import torch
 
 from step_protocol.columns import I32, I64
 from step_protocol.messages import RowOpen
-from worker_svc.engine.adapters.adapter import Adapter, make_store
+from worker_svc.engine.adapters.adapter import make_store
 from worker_svc.engine.adapters.rows import RowAdapters
 from worker_svc.engine.adapters.store import AdapterStore
+from worker_svc.engine.backend import Adapter
 from worker_svc.engine.checkpoint.architecture import Names
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.gpu.layers.adapter_shapes import DeviceAdapter

@@ -21,8 +21,7 @@ from request_fields.fields import sampling_params
 from step_protocol.columns import EMPTY
 from step_protocol.messages import NO_RULES, RowOpen, StepBatch, TokenRules
 from step_protocol.types import Pooling, PoolingKind, PoolingTask
-from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
-from worker_svc.engine.backend import BackendUnavailableError
+from worker_svc.engine.backend import Adapter, AdapterPart, BackendUnavailableError
 from worker_svc.engine.gpu.attention.paged import Attention, TorchAttention
 from worker_svc.engine.gpu.kernels import forms
 from worker_svc.engine.gpu.kernels.forms import Forms, Kernel

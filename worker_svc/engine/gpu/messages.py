@@ -25,8 +25,7 @@ from request_fields.parameters import Grammar, GrammarKind
 from step_protocol.features import STEP_PARTS, ImageWork
 from step_protocol.messages import ImageSpan, RowOpen, StepBatch, TokenRules
 from step_protocol.types import CarriedInput, EncoderInput, Pooling, PoolingKind, PoolingTask
-from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
-from worker_svc.engine.adapters.targets import Module
+from worker_svc.engine.backend import Adapter, AdapterPart, Module
 from worker_svc.engine.decoder.pool.block_contents import HASH_BYTES
 
 CLASSES: dict[str, Any] = {

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from step_protocol.columns import I64
-from worker_svc.engine.backend import Linear, Norm, RotaryTable
+from worker_svc.engine.backend import LatentAttention, Linear, Norm, RecurrentWeights, RotaryTable
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.forward import compute_layers
-from worker_svc.engine.decoder.latents import LatentAttention
 from worker_svc.engine.decoder.layer import Layer, RoutedExperts
 from worker_svc.engine.decoder.rotary import rotary_at
 from worker_svc.engine.decoder.weights import WeightLoader
@@ -26,7 +25,6 @@ from worker_svc.engine.gpu.layers.experts import StackedExperts, compute_experts
 from worker_svc.engine.gpu.layers.linears import Fp8Linear
 from worker_svc.engine.gpu.layers.weights import kv_scales
 from worker_svc.engine.gpu.step.step_buffer import StepColumns
-from worker_svc.engine.recurrent import RecurrentWeights
 
 
 class DeviceDecoder:

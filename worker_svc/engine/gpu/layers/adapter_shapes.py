@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from worker_svc.engine.adapters.adapter import Adapter, AdapterPart
-from worker_svc.engine.adapters.targets import SITES, Module
+from worker_svc.engine.backend import SITES, Adapter, AdapterPart, Module
 from worker_svc.engine.gpu.kernels.linears.low_rank import ALIGNMENT, LINE, RANKS, SiteOutputs
 
 

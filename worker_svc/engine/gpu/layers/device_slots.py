@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import torch
 
-from worker_svc.engine.adapters.targets import SITES
+from worker_svc.engine.backend import SITES
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.linears.low_rank import (
     LINE,

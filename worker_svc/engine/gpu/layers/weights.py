@@ -8,8 +8,7 @@ from functools import cached_property
 
 import torch
 
-from worker_svc.engine.adapters.targets import SITES, Module
-from worker_svc.engine.backend import BackendUnavailableError, HeadShape, Linear, Norm
+from worker_svc.engine.backend import SITES, BackendUnavailableError, HeadShape, Linear, Module, Norm
 from worker_svc.engine.checkpoint.architecture import Role
 from worker_svc.engine.checkpoint.quantization_config import Packed, Scaled
 from worker_svc.engine.checkpoint.quantized import order_of, read_fp8_rows, read_int4_rows
