@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import grpc
 import numpy as np
@@ -20,8 +21,9 @@ from prefix_index.changes import RemoteHolder
 from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.features.block_moves import BlockSearch
 from scheduler_svc.core.features.block_sources import BlockSource, LentBlocks, LentExtras
-from scheduler_svc.core.features.loans import WantedPrefix
-from scheduler_svc.step_loop import MAX_LOAN_S, StepLoop
+from scheduler_svc.core.features.loans import Loan, WantedPrefix
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.wire import DIGEST_BYTES
 from step_protocol.columns import I64, WireError, u32_from_bytes, u32_to_bytes
 from svc_common.channels import OpenChannel
@@ -30,6 +32,7 @@ from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
 
+MAX_LOAN_S = 5.0  # how long blocks are kept for another scheduler
 ANSWER_S = 1.0  # until a scheduler has answered
 REST_S = 10.0  # a scheduler that did not answer is not asked again
 MAX_CHANNELS = 16
@@ -48,8 +51,15 @@ class OtherSchedulers:
         self._tasks: set[asyncio.Task[None]] = set()
         self._reading: dict[LentBlocks, asyncio.Future[None]] = {}
 
+    def follow(self, core: Scheduler) -> None:
+        """Start the searches that the core wants, and give back what it needs no longer. Called in each turn."""
+        for search in core.moves.take_searches():
+            self.search(search)
+        for lent in core.moves.take_read():
+            self.give_back(lent)
+
     def search(self, search: BlockSearch) -> None:
-        """Start a search. The end is reported with `StepLoop.search_ended`."""
+        """Start a search. Its end is reported to the core."""
         task = asyncio.create_task(self._search(search))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -72,7 +82,11 @@ class OtherSchedulers:
             if holder is not None:
                 await self._borrow(search, holder)
         finally:
-            self._step_loop.search_ended(search, None)
+            self._report(search, None)
+
+    def _report(self, search: BlockSearch, lent: LentBlocks | None) -> None:
+        """Another scheduler lends these blocks, or has ceased to (None)."""
+        self._step_loop.report(lambda core, now: core.moves.end_search(search, lent, now))
 
     def _best(self, search: BlockSearch, holders: Sequence[RemoteHolder]) -> RemoteHolder | None:
         now = asyncio.get_running_loop().time()
@@ -88,7 +102,7 @@ class OtherSchedulers:
             async with asyncio.timeout(ANSWER_S):
                 lent = _lent_from_proto(await call.read(), search, holder)
             read = self._reading[lent] = asyncio.get_running_loop().create_future()
-            self._step_loop.search_ended(search, lent)
+            self._report(search, lent)
             await asyncio.wait([read], timeout=MAX_LOAN_S)
             del self._reading[lent]
         except grpc.aio.AioRpcError as error:
@@ -163,7 +177,9 @@ async def lend(
         raise InvalidRequestError(f"{count} hashes; at most {MAX_ASKED} are allowed", field="hashes")
     digests = [request.hashes[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)] for i in range(count)]
     wanted = WantedPrefix(request.worker_id, request.worker_epoch, request.layout, digests, token_ids)
-    lent = await step_loop.lend(wanted)
+    begun: asyncio.Future[tuple[Loan, str] | None] = asyncio.get_running_loop().create_future()
+    step_loop.report(partial(_begin_loan, step_loop, wanted, begun))
+    lent = await begun
     if lent is None:
         raise NotFoundError("this scheduler has no worker that holds these blocks and may lend them")
     loan, address = lent
@@ -174,4 +190,23 @@ async def lend(
         yield response
         await asyncio.sleep(MAX_LOAN_S)  # the caller ends the call before
     finally:
-        step_loop.end_loan(loan)
+        step_loop.report(lambda core, now: core.loans.end(loan))
+
+
+def _begin_loan(
+    step_loop: StepLoop,
+    wanted: WantedPrefix,
+    begun: asyncio.Future[tuple[Loan, str] | None],
+    core: Scheduler,
+    now: float,
+) -> None:
+    """Keep the blocks for at most MAX_LOAN_S. The future gets the loan and the address of the worker, or None."""
+    if begun.done():  # the caller was cancelled
+        return
+    loan = core.loans.begin(wanted)
+    if loan is None:
+        begun.set_result(None)
+        return
+    end = partial(step_loop.report, lambda core, now: core.loans.end(loan))
+    asyncio.get_running_loop().call_later(MAX_LOAN_S, end)
+    begun.set_result((loan, step_loop.address_of(wanted.worker_id)))

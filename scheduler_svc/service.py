@@ -83,7 +83,8 @@ def build(args: argparse.Namespace, trust: Trust) -> SchedulerParts:
     )
     others = None
     if isinstance(index, RedisPrefixIndex):
-        others = step_loop.lenders = OtherSchedulers(step_loop, index, trust.channels_to("scheduler"))
+        others = OtherSchedulers(step_loop, index, trust.channels_to("scheduler"))
+        step_loop.lenders = others.follow
     return SchedulerParts(step_loop, index, gateways, pool, dialer, tracer, others)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -24,11 +24,8 @@ from scheduler_svc.core.admission.barrier import Hold
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import SchedulerError, UnexpectedStepError, WorkerMismatchError
 from scheduler_svc.core.features.adapters import AdapterSwap
-from scheduler_svc.core.features.block_moves import BlockMove, BlockSearch
-from scheduler_svc.core.features.block_sources import LentBlocks
-from scheduler_svc.core.features.loans import Loan, WantedPrefix
+from scheduler_svc.core.features.block_moves import BlockMove
 from scheduler_svc.core.messages import CachedBlock, Deltas, WorkerCapacity, split_deltas
-from scheduler_svc.core.policy import TierKind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from scheduler_svc.core.sequence import Sequence as QueuedSequence
@@ -41,7 +38,6 @@ from svc_common.flush import FlushTimer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-MAX_LOAN_S = 5.0  # how long blocks are kept for another scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +64,13 @@ class WorkerLink(Protocol):
         """Queue a step for the worker. A failure is reported with `StepLoop.worker_lost`."""
 
     def fetch_blocks(self, move: BlockMove, source_address: str) -> None:
-        """Fill blocks of the worker's pool. The end is reported with `StepLoop.move_ended`."""
+        """Fill blocks of the worker's pool. The end is reported."""
 
     def swap_adapter(self, swap: AdapterSwap) -> None:
-        """Make an adapter resident. The end is reported with `StepLoop.adapter_swapped`."""
+        """Make an adapter resident. The end is reported."""
 
     def close(self, reason: str) -> None:
         """End the lease, because the worker is drained, broke the protocol or was refused."""
-
-
-class Lenders(Protocol):
-    """Finds blocks on workers of other schedulers."""
-
-    def search(self, search: BlockSearch) -> None:
-        """Start a search. The end is reported with `StepLoop.search_ended`."""
-
-    def give_back(self, lent: LentBlocks) -> None:
-        """The blocks need not be kept any longer."""
 
 
 class GatewayLink(Protocol):
@@ -114,7 +100,7 @@ class StepLoop:
         self.timelines = timelines or RequestTimelines()
         self._now = 0.0  # time of the current turn
         self.core = Scheduler(config)  # others only read it
-        self.lenders: Lenders | None = None
+        self.lenders: Callable[[Scheduler], None] | None = None  # finds blocks on workers of other schedulers
         self._facts: ModelFacts | None = None
         self._workers: dict[str, WorkerLink] = {}
         self._draining: set[str] = set()
@@ -188,21 +174,13 @@ class StepLoop:
         """Remove a worker whose lease has ended. Its sequences keep their tokens and wait again."""
         self._post(partial(self._apply_lost, link, reason))
 
-    def adapters_changed(self, link: WorkerLink, digests: frozenset[bytes]) -> None:
-        """Report the adapters in a worker's memory."""
-        self._post(partial(self._apply_adapters, link, digests))
+    def report(self, event: Callable[[Scheduler, float], None], link: WorkerLink | None = None) -> None:
+        """Call `event(core, now)` in the next turn; with a `link` only if its lease has not ended."""
+        self._post(partial(self._apply_event, event, link))
 
-    def adapter_swapped(self, link: WorkerLink, digest: bytes, *, is_resident: bool) -> None:
-        """Report the end of a swap."""
-        self._post(partial(self._apply_swapped, link, digest, is_resident))
-
-    def move_ended(self, link: WorkerLink, move_id: int, num_moved: int, took_s: float) -> None:
-        """Report the end of a move: this many of its leading blocks have their content."""
-        self._post(partial(self._apply_move_ended, link, move_id, num_moved, took_s))
-
-    def tier_changed(self, link: WorkerLink, tiers: Mapping[bytes, TierKind | None]) -> None:
-        """Report which tier of a worker holds each of these blocks now."""
-        self._post(partial(self._apply_tier_changed, link, tiers))
+    def address_of(self, worker_id: str) -> str:
+        """The address of a leased worker."""
+        return self._workers[worker_id].address
 
     # -- weights, pauses ----------------------------------------------------------------------------------------------
 
@@ -260,24 +238,6 @@ class StepLoop:
             self._idle.clear()
             await self._idle.wait()
 
-    # -- blocks of other schedulers -----------------------------------------------------------------------------------
-
-    def search_ended(self, search: BlockSearch, lent: LentBlocks | None) -> None:
-        """Another scheduler lends these blocks, or has ceased to (None)."""
-        self._post(lambda: self.core.end_search(search, lent, self._now))
-
-    def lend(self, wanted: WantedPrefix) -> asyncio.Future[tuple[Loan, str] | None]:
-        """Keep blocks for another scheduler until `end_loan`, or for MAX_LOAN_S. The future gets the address of their
-        worker too. None: the worker does not hold them.
-        """
-        lent: asyncio.Future[tuple[Loan, str] | None] = asyncio.get_running_loop().create_future()
-        self._post(partial(self._apply_lend, wanted, lent))
-        return lent
-
-    def end_loan(self, loan: Loan) -> None:
-        """The blocks are read, or their time is over."""
-        self._post(lambda: self.core.end_loan(loan))
-
     # -- status -------------------------------------------------------------------------------------------------------
 
     @property
@@ -328,10 +288,7 @@ class StepLoop:
             address = "" if move.source is None else move.source.address
             self._workers[move.worker_id].fetch_blocks(move, source.address if source and not address else address)
         if self.lenders is not None:
-            for search in self.core.moves.take_searches():
-                self.lenders.search(search)
-            for lent in self.core.moves.take_read():
-                self.lenders.give_back(lent)
+            self.lenders(self.core)
 
     def _record_requeued(self, requeued: list[QueuedSequence]) -> None:
         for sequence in requeued:
@@ -507,33 +464,9 @@ class StepLoop:
         self._draining.add(link.worker_id)
         self.events.add(self._now, f"worker {link.worker_id} is draining")
 
-    def _apply_adapters(self, link: WorkerLink, digests: frozenset[bytes]) -> None:
-        if self._workers.get(link.worker_id) is link:
-            self.core.adapters.set_loaded(link.worker_id, digests)
-
-    def _apply_swapped(self, link: WorkerLink, digest: bytes, is_resident: bool) -> None:
-        if self._workers.get(link.worker_id) is link:
-            self.core.adapters.end_swap(link.worker_id, digest, is_resident=is_resident)
-
-    def _apply_move_ended(self, link: WorkerLink, move_id: int, num_moved: int, took_s: float) -> None:
-        if self._workers.get(link.worker_id) is link:
-            self.core.end_move(move_id, num_moved, took_s, self._now)
-            for lost_s in self.core.moves.take_losses():
-                self.times.move_lost.observe(lost_s)
-
-    def _apply_tier_changed(self, link: WorkerLink, tiers: Mapping[bytes, TierKind | None]) -> None:
-        if self._workers.get(link.worker_id) is link:
-            self.core.moves.change_tiers(link.worker_id, tiers)
-
-    def _apply_lend(self, wanted: WantedPrefix, lent: asyncio.Future[tuple[Loan, str] | None]) -> None:
-        if lent.done():  # the caller was cancelled
-            return
-        loan = self.core.lend(wanted)
-        if loan is None:
-            lent.set_result(None)
-            return
-        asyncio.get_running_loop().call_later(MAX_LOAN_S, self.end_loan, loan)
-        lent.set_result((loan, self._workers[wanted.worker_id].address))
+    def _apply_event(self, event: Callable[[Scheduler, float], None], link: WorkerLink | None) -> None:
+        if link is None or self._workers.get(link.worker_id) is link:
+            event(self.core, self._now)
 
     def _apply_hold(self, hold: Hold, reached: asyncio.Future[Hold]) -> None:
         self.core.barrier.hold(hold)

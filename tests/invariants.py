@@ -23,7 +23,7 @@ from scheduler_svc.core.worker_state import WorkerState
 def check_scheduler(scheduler: Scheduler) -> None:
     """Where each sequence is, which rows hold each block, and all the others."""
     for worker in scheduler._workers.values():
-        check_worker(worker, scheduler.moves, scheduler._loans)
+        check_worker(worker, scheduler.moves, scheduler.loans)
     check_requests(scheduler._requests, scheduler._workers, scheduler._placement)
     ready = {name for name, worker in scheduler._workers.items() if worker.can_send}
     assert set(scheduler._ready) == ready, "the ready workers differ from the workers that can send"

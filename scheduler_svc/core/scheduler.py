@@ -29,10 +29,9 @@ from scheduler_svc.core.admission.placement import Placement
 from scheduler_svc.core.admission.requests import Requests
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.features.adapters import AdapterSwaps
-from scheduler_svc.core.features.block_moves import BlockMoves, BlockSearch
-from scheduler_svc.core.features.block_sources import LentBlocks
+from scheduler_svc.core.features.block_moves import BlockMoves
 from scheduler_svc.core.features.cache_groups import add_groups
-from scheduler_svc.core.features.loans import Loan, Loans, WantedPrefix
+from scheduler_svc.core.features.loans import Loans
 from scheduler_svc.core.features.roles import Roles
 from scheduler_svc.core.features.snapshots import Snapshots
 from scheduler_svc.core.messages import (
@@ -100,8 +99,10 @@ class Scheduler:
             self._leave,
         )
         borrows = config.borrows_prefixes
-        self.moves = BlockMoves(self._workers, self._throughput, self._counts, config.watermark, borrows=borrows)
-        self._loans = Loans(self._workers, self._counts)
+        self.moves = BlockMoves(
+            self._workers, self._throughput, self._counts, config.watermark, self._mark_changed, borrows=borrows
+        )
+        self.loans = Loans(self._workers, self._counts, self._mark_changed)
         self._roles = Roles(self._workers, self.moves)
         self.barrier = Barrier(self._workers, self._requests, self._placement, self.moves)
         self._now = 0.0  # of the newest `schedule` or `end_move`
@@ -210,24 +211,9 @@ class Scheduler:
             self._mark_changed(worker)
         self._move_drained_rows()
 
-    def end_search(self, search: BlockSearch, lent: LentBlocks | None, now: float) -> None:
-        """Another scheduler lends these blocks, or has ceased to (None)."""
-        worker = self.moves.end_search(search, lent, now)
-        if worker is not None:
-            self._mark_changed(worker)
-
-    def lend(self, wanted: WantedPrefix) -> Loan | None:
-        """Keep blocks for a worker of another scheduler, until `end_loan`. None: the worker does not hold them."""
-        return self._loans.begin(wanted)
-
-    def end_loan(self, loan: Loan) -> None:
-        """The blocks have been read, or the deadline has passed."""
-        if self._loans.end(loan):
-            self._mark_changed(loan.worker)
-
     def is_source(self, worker_id: str) -> bool:
         """Whether blocks of this worker are being read."""
-        return self.moves.is_source(worker_id) or self._loans.is_source(worker_id)
+        return self.moves.is_source(worker_id) or self.loans.is_source(worker_id)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

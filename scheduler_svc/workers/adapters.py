@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from quire.internal.v1 import worker_pb2
 from quire.v1 import inference_pb2, types_pb2
@@ -87,9 +88,7 @@ class Adapters:
         if link.calls is None:
             return
         worker = self._workers[link.worker_id] = LeasedAdapters(link, link.calls)
-        link.calls.on_swapped = lambda digest, is_resident: self._step_loop.adapter_swapped(
-            link, digest, is_resident=is_resident
-        )
+        link.calls.on_swapped = partial(self._report_swap, link)
         self._note(worker, announced)
 
     def leave(self, link: LeasedWorker) -> None:
@@ -121,7 +120,14 @@ class Adapters:
     def _report(self, worker: LeasedAdapters) -> None:
         """Tell the core which adapters the worker has: those with the content that the set names."""
         digests = {a.digest for a in worker.loaded.values() if a.digest == self._digest_of(a.name)}
-        self._step_loop.adapters_changed(worker.link, frozenset(digests))
+        link = worker.link
+        self._step_loop.report(lambda core, now: core.adapters.set_loaded(link.worker_id, digests), link)
+
+    def _report_swap(self, link: LeasedWorker, digest: bytes, is_resident: bool) -> None:
+        """Tell the core that a swap has ended."""
+        self._step_loop.report(
+            lambda core, now: core.adapters.end_swap(link.worker_id, digest, is_resident=is_resident), link
+        )
 
     def _digest_of(self, name: str) -> bytes:
         known = self.known.get(name)

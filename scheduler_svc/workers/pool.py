@@ -13,13 +13,13 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2, types_pb2
 
 from scheduler_svc.core.messages import WorkerCapacity
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.stats import SchedulerStats, WorkerStats
 from scheduler_svc.step_loop import ModelFacts, StepLoop
 from scheduler_svc.workers import wire as worker_wire
@@ -393,8 +393,18 @@ class WorkerPool:
         movement, calls = link.capacity.movement, link.blocks
         if movement is None or calls is None:
             return
-        calls.on_moved = partial(self._step_loop.move_ended, link)
-        calls.on_tier = partial(self._step_loop.tier_changed, link)
+        report, times = self._step_loop.report, self._step_loop.times
+
+        def report_move(move_id: int, num_moved: int, took_s: float) -> None:
+            def end(core: Scheduler, now: float) -> None:
+                core.end_move(move_id, num_moved, took_s, now)
+                for lost_s in core.moves.take_losses():
+                    times.move_lost.observe(lost_s)
+
+            report(end, link)
+
+        calls.on_moved = report_move
+        calls.on_tier = lambda tiers: report(lambda core, now: core.moves.change_tiers(link.worker_id, tiers), link)
         calls.on_broken = link.close
         if movement.has_tier:
             calls.follow_tier()

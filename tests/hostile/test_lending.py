@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 from quire.internal.v1.scheduler_pb2 import LendBlocksRequest
 
-from scheduler_svc.core.features.loans import Loan, WantedPrefix
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.other_schedulers import MAX_ASKED, lend
 from step_protocol.columns import u32_from_bytes, u32_to_bytes
@@ -43,12 +43,11 @@ class Lender:
         self.pool = self.core._workers["theirs"].pool
         self.block_of = dict(self.pool.held)
 
-    async def lend(self, wanted: WantedPrefix) -> tuple[Loan, str] | None:
-        loan = self.core.lend(wanted)
-        return None if loan is None else (loan, "there:1")
+    def report(self, event: Callable[[Scheduler, float], None]) -> None:
+        event(self.core, 0.0)
 
-    def end_loan(self, loan: Loan) -> None:
-        self.core.end_loan(loan)
+    def address_of(self, worker_id: str) -> str:
+        return "there:1"
 
 
 def foreign(lender: Lender, rng: Random) -> LendBlocksRequest:

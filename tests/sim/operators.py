@@ -165,7 +165,9 @@ class Operators:
         if digests and rng.random() < 0.2:
             digests, tokens = digests[:1] * 2, np.concatenate((tokens[: cluster.block_size],) * 2)
         c = worker.capacity
-        loan = cluster.scheduler.lend(WantedPrefix(c.worker_id, c.worker_epoch, c.movement.layout, digests, tokens))
+        loan = cluster.scheduler.loans.begin(
+            WantedPrefix(c.worker_id, c.worker_epoch, c.movement.layout, digests, tokens)
+        )
         cluster.trace.append(("lend", c.worker_id, loan is not None))
         if loan is not None:
             self.met["loan"] += 1
@@ -183,7 +185,7 @@ class Operators:
         if self.loans:
             one = self.loans.pop(self._rng.randrange(len(self.loans)))
             self._cluster.trace.append(("end loan", one.worker.capacity.worker_id))
-            self._cluster.scheduler.end_loan(one.loan)
+            self._cluster.scheduler.loans.end(one.loan)
 
     def check_loans(self) -> None:
         """Check that lent blocks are right, and stay until the loan ends unless prefixes were forgotten."""

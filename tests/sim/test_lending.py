@@ -96,12 +96,12 @@ class Run:
             )[0]()
             self.check_loans()
         for replica, search in self.searches:
-            replica.scheduler.end_search(search, None, replica.now)
+            replica.scheduler.moves.end_search(search, None, replica.now)
         self.searches.clear()
         for replica in self.replicas:
             replica.settle(self.rng.choice)
             for search in replica.scheduler.moves.take_searches():
-                replica.scheduler.end_search(search, None, replica.now)
+                replica.scheduler.moves.end_search(search, None, replica.now)
         while self.loans:
             self.end_loan()
         for replica in self.replicas:
@@ -141,11 +141,11 @@ class Run:
         name = f"w{self.replicas.index(other)}"
         epoch = self.workers[name].capacity.worker_epoch
         twice = np.concatenate((search.token_ids[:BLOCK_SIZE],) * 2)
-        if other.scheduler.lend(WantedPrefix(name, epoch, b"layout", search.digests[:1] * 2, twice)) is not None:
+        if other.scheduler.loans.begin(WantedPrefix(name, epoch, b"layout", search.digests[:1] * 2, twice)) is not None:
             raise Violation("a digest that occurs twice is lent, and its block would be freed twice")
-        loan = other.scheduler.lend(WantedPrefix(name, epoch, b"layout", search.digests, search.token_ids))
+        loan = other.scheduler.loans.begin(WantedPrefix(name, epoch, b"layout", search.digests, search.token_ids))
         if loan is None:
-            replica.scheduler.end_search(search, None, replica.now)
+            replica.scheduler.moves.end_search(search, None, replica.now)
             return
         kept = [
             LentExtras({search.digests[index]: block for index, block in zip(one.indices, one.ids, strict=True)})
@@ -154,7 +154,7 @@ class Run:
         digests = search.digests[: len(loan.block_ids)]
         lent = LentBlocks(replace(loan.describe(), address="there:1"), digests, kept)
         self.loans.append((other, loan, replica, search, lent))
-        replica.scheduler.end_search(search, lent, replica.now)
+        replica.scheduler.moves.end_search(search, lent, replica.now)
 
     def end_loan(self) -> None:
         """A deadline passes, perhaps in the middle of a read. The reader learns it later."""
@@ -164,10 +164,10 @@ class Run:
     def give_back(self, one: tuple[Replica, Loan, Replica, BlockSearch, LentBlocks]) -> None:
         self.loans.remove(one)
         lender, loan, borrower, search, _ = one
-        lender.scheduler.end_loan(loan)
+        lender.scheduler.loans.end(loan)
         lender.check()
         if self.rng.random() < 0.5:
-            borrower.scheduler.end_search(search, None, borrower.now)
+            borrower.scheduler.moves.end_search(search, None, borrower.now)
 
     def restart(self) -> None:
         replica = self.rng.choice(self.replicas)

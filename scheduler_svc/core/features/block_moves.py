@@ -38,7 +38,7 @@ Other schedulers
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -158,6 +158,7 @@ class BlockMoves:
         throughput: Throughput,
         counts: Counts,
         watermark: float,
+        on_change: Callable[[WorkerState], None],
         *,
         borrows: bool = False,
     ) -> None:
@@ -165,6 +166,7 @@ class BlockMoves:
         self._throughput = throughput
         self._counts = counts
         self._watermark = watermark
+        self._on_change = on_change  # the placements on a worker may change
         self._movers: dict[str, _Mover] = {}
         self.is_on = False  # some worker can move blocks, or lent ones are to be given back
         self._open: dict[int, _Open] = {}
@@ -381,17 +383,16 @@ class BlockMoves:
         new, self._new_searches = self._new_searches, []
         return new
 
-    def end_search(self, search: BlockSearch, lent: LentBlocks | None, now: float) -> WorkerState | None:
-        """A search has found these blocks. None: nothing, or they are not kept any longer. Returns the worker whose
-        placements may change.
-        """
+    def end_search(self, search: BlockSearch, lent: LentBlocks | None, now: float) -> None:
+        """Another scheduler lends these blocks. None: a search has found nothing, or they are not kept any longer."""
         if lent is not None:
             self._search_speed.add(len(search.digests), now - search.began_at)
         search.lent, search.is_ended = lent, True
         key = search.digests[search.num_held]
         if self._searches.get(key) is search:
             del self._searches[key]
-        return self._workers.get(search.worker_id)
+        if (worker := self._workers.get(search.worker_id)) is not None:
+            self._on_change(worker)
 
     def take_read(self) -> list[LentBlocks]:
         """The lent blocks that need not be kept any longer, since the last call."""

@@ -6,7 +6,7 @@ too late finds that a block is not committed any longer, and computes it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from scheduler_svc.core.features.block_sources import BlockSource, ExtrasSource, OwnSource
@@ -54,9 +54,12 @@ class Loan:
 class Loans:
     """The loans of one scheduler."""
 
-    def __init__(self, workers: Mapping[str, WorkerState], counts: Counts) -> None:
+    def __init__(
+        self, workers: Mapping[str, WorkerState], counts: Counts, on_change: Callable[[WorkerState], None]
+    ) -> None:
         self._workers = workers
         self._counts = counts
+        self._on_change = on_change  # the placements on a worker may change
         self.open: set[Loan] = set()
 
     def begin(self, wanted: WantedPrefix) -> Loan | None:
@@ -80,16 +83,15 @@ class Loans:
         self._counts.lent_blocks += len(blocks)
         return loan
 
-    def end(self, loan: Loan) -> bool:
-        """Give the references back. False if that changes nothing: it has ended, or the worker has left."""
+    def end(self, loan: Loan) -> None:
+        """Give the references back: the blocks have been read, or the deadline has passed, or both."""
         if loan not in self.open:
-            return False
+            return
         self.open.discard(loan)
-        if self._workers.get(loan.worker.capacity.worker_id) is not loan.worker:
-            return False
-        OwnSource(loan.worker).free(loan.block_ids)
-        _take_back(loan.extras)
-        return True
+        if self._workers.get(loan.worker.capacity.worker_id) is loan.worker:
+            OwnSource(loan.worker).free(loan.block_ids)
+            _take_back(loan.extras)
+            self._on_change(loan.worker)
 
     def is_source(self, worker_id: str) -> bool:
         """Whether blocks of this worker are lent."""

@@ -56,7 +56,7 @@ def wanted(search: BlockSearch, **changed: Any) -> WantedPrefix:
 
 
 def lend(lender: Scheduler, search: BlockSearch) -> tuple[Loan, LentBlocks]:
-    loan = lender.lend(wanted(search))
+    loan = lender.loans.begin(wanted(search))
     assert loan is not None
     source = replace(loan.describe(), address="there:1")
     return loan, LentBlocks(source, search.digests[: len(loan.block_ids)])
@@ -74,7 +74,7 @@ def test_a_prefix_of_another_scheduler_is_pulled_and_hit(lender: Scheduler, borr
     loan, lent = lend(lender, search)
     check_scheduler(lender)
     assert lender.is_source("theirs")
-    borrower.end_search(search, lent, 1.05)
+    borrower.moves.end_search(search, lent, 1.05)
     move = move_of(borrower)
     assert move.source is not None
     assert (move.source.worker_id, move.source.address) == ("theirs", "there:1")
@@ -85,8 +85,8 @@ def test_a_prefix_of_another_scheduler_is_pulled_and_hit(lender: Scheduler, borr
     assert batch.context_lens.tolist() == [40]
     counts = borrower.stats().counts
     assert (counts.prefix_searches, counts.borrowed_tokens, counts.transferred_tokens) == (1, 40, 40)
-    lender.end_loan(loan)
-    lender.end_loan(loan)  # by its deadline, after the call has ended
+    lender.loans.end(loan)
+    lender.loans.end(loan)  # by its deadline, after the call has ended
     check_scheduler(lender)
     assert not lender.is_source("theirs")
 
@@ -94,7 +94,7 @@ def test_a_prefix_of_another_scheduler_is_pulled_and_hit(lender: Scheduler, borr
 def test_lent_blocks_are_given_back_when_the_only_worker_leaves(lender: Scheduler, borrower: Scheduler) -> None:
     search = search_of(borrower)
     _, lent = lend(lender, search)
-    borrower.end_search(search, lent, 1.05)
+    borrower.moves.end_search(search, lent, 1.05)
     move_of(borrower)
     borrower.remove_worker("ours")
     assert borrower.moves.is_on
@@ -104,7 +104,7 @@ def test_lent_blocks_are_given_back_when_the_only_worker_leaves(lender: Schedule
 
 def test_a_search_that_finds_nothing_costs_one_wait(borrower: Scheduler) -> None:
     search = search_of(borrower)
-    borrower.end_search(search, None, 1.05)
+    borrower.moves.end_search(search, None, 1.05)
     (batch,) = borrower.schedule(1.1)
     assert batch.context_lens.tolist() == [0]
     assert borrower.moves.take_searches() == []
@@ -120,8 +120,8 @@ def test_a_search_without_an_answer_ends_by_itself(borrower: Scheduler) -> None:
 def test_a_loan_that_ended_before_the_move_began_is_not_read(lender: Scheduler, borrower: Scheduler) -> None:
     search = search_of(borrower)
     _, lent = lend(lender, search)
-    borrower.end_search(search, lent, 1.05)
-    borrower.end_search(search, None, 1.05)
+    borrower.moves.end_search(search, lent, 1.05)
+    borrower.moves.end_search(search, None, 1.05)
     (batch,) = borrower.schedule(1.1)
     assert batch.context_lens.tolist() == [0]
 
@@ -130,7 +130,7 @@ def test_sequences_with_the_same_prefix_wait_for_one_search(lender: Scheduler, b
     borrower.add_group(make_group([*PROMPT, 8], "other", max_tokens=1), 1.0)
     search = search_of(borrower)
     _, lent = lend(lender, search)
-    borrower.end_search(search, lent, 1.05)
+    borrower.moves.end_search(search, lent, 1.05)
     move = move_of(borrower)
     borrower.end_move(move.move_id, 10, 0.01, 1.2)
     (batch,) = borrower.schedule(1.2)
@@ -145,7 +145,7 @@ def test_another_prompt_takes_only_the_blocks_that_it_shares(lender: Scheduler, 
     assert borrower.schedule(1.0) == []
     _, lent = lend(lender, search)
     assert lent.num_held(borrower._requests.groups["other"].sequences[0].digests, 10) == 5
-    borrower.end_search(search, lent, 1.05)
+    borrower.moves.end_search(search, lent, 1.05)
     assert [len(move.digests) for move in (borrower.schedule(1.1), borrower.moves.take_moves())[1]] == [10]
 
 
@@ -175,8 +175,8 @@ def test_the_price_of_searches_is_measured(borrower: Scheduler) -> None:
         batches = borrower.schedule(0.0)
         found = borrower.moves.take_searches()
         for search in found:
-            borrower.end_search(search, LentBlocks(nothing, []), took_s)
-            borrower.end_search(search, None, 50.0)  # lent blocks are not kept any longer: no part of the search
+            borrower.moves.end_search(search, LentBlocks(nothing, []), took_s)
+            borrower.moves.end_search(search, None, 50.0)  # lent blocks are not kept any longer: no part of the search
         for batch in batches + borrower.schedule(0.0):
             borrower.update(StepOutput(batch.step_id, batch.rows, np.full_like(batch.rows, 9), worker_id="ours"), 0.0)
         return bool(found)
@@ -201,18 +201,18 @@ def test_the_price_of_searches_is_measured(borrower: Scheduler) -> None:
 )
 def test_only_exactly_these_blocks_are_lent(lender: Scheduler, borrower: Scheduler, changed: dict[str, object]) -> None:
     search = search_of(borrower)
-    assert lender.lend(wanted(search, **changed)) is None
+    assert lender.loans.begin(wanted(search, **changed)) is None
     check_scheduler(lender)
     assert not lender.is_source("theirs")
-    assert lender.lend(wanted(search)) is not None
+    assert lender.loans.begin(wanted(search)) is not None
 
 
 def test_a_part_of_a_pool_can_be_lent_at_once(lender: Scheduler, borrower: Scheduler) -> None:
     search = search_of(borrower)
-    loans = [loan for _ in range(4) if (loan := lender.lend(wanted(search))) is not None]
+    loans = [loan for _ in range(4) if (loan := lender.loans.begin(wanted(search))) is not None]
     assert sum(len(loan.block_ids) for loan in loans) == int(64 * MAX_FRACTION)
     check_scheduler(lender)
     for loan in loans:
-        lender.end_loan(loan)
+        lender.loans.end(loan)
     check_scheduler(lender)
-    assert lender.lend(wanted(search)) is not None
+    assert lender.loans.begin(wanted(search)) is not None

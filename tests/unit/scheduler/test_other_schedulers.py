@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -15,7 +16,6 @@ from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 from prefix_index.changes import Holder, RemoteHolder
 from scheduler_svc.core.features.block_moves import BlockSearch
 from scheduler_svc.core.features.block_sources import LentBlocks
-from scheduler_svc.core.features.loans import WantedPrefix
 from scheduler_svc.other_schedulers import OtherSchedulers, lend
 from step_protocol.columns import u32_to_bytes
 from svc_common.errors import InvalidRequestError, NotFoundError
@@ -50,8 +50,9 @@ class Asker:
         self.found: asyncio.Queue[LentBlocks | None] = asyncio.Queue()
         self.holders: list[RemoteHolder] = []
 
-    def search_ended(self, search: BlockSearch, lent: LentBlocks | None) -> None:
-        self.found.put_nowait(lent)
+    def report(self, event: Callable[[Any, float], None]) -> None:
+        end_search = lambda search, lent, now: self.found.put_nowait(lent)  # noqa: E731
+        event(SimpleNamespace(moves=SimpleNamespace(end_search=end_search)), 0.0)
 
     async def find_elsewhere(self, digests: list[bytes]) -> list[RemoteHolder]:
         return self.holders
@@ -138,8 +139,8 @@ async def test_a_holder_of_no_more_blocks_is_not_asked() -> None:
 class NoLoans:
     """A step loop whose workers hold nothing."""
 
-    async def lend(self, wanted: WantedPrefix) -> None:
-        return None
+    def report(self, event: Callable[[Any, float], None]) -> None:
+        event(SimpleNamespace(loans=SimpleNamespace(begin=lambda wanted: None)), 0.0)
 
 
 @pytest.mark.parametrize(
