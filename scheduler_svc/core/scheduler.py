@@ -365,7 +365,8 @@ class Scheduler:
             plan.num_refused += 1
             is_starved = not found.of_tenant and entry.is_starved(now, self.config.aging_s)
             return plan.num_refused < MAX_REFUSALS and not is_starved
-        if not plan.has_tokens_for(0 if len(found.hits) else features.num_head_tokens):
+        num_head_tokens = features.num_head_tokens
+        if num_head_tokens and not len(found.hits) and not plan.has_tokens_for(num_head_tokens):
             return False  # the sequence is the first to get tokens of the next step
         late = entry.seq.forks[found.num_forks :]
         entry.seq.forks = entry.seq.forks[: found.num_forks]
