@@ -1,4 +1,4 @@
-"""Unmodified Codex, from npm, against a gateway whose scheduler is a fake that plays the model's answers."""
+"""Unmodified Codex and Claude Code, from npm, against a gateway. Its scheduler is a fake that plays the answers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from tests.unit.gateway.test_chat_streams import encode, make_tokenizer
 from tests.unit.gateway.test_response_tools import call, prompt_of
 from tests.unit.gateway.tokenizer_kinds import bundle_files
 
-CODEX = ROOT / os.environ.get("CLIENTS_VENV", ".clients") / "node/node_modules/.bin/codex"
+PROGRAMS = ROOT / os.environ.get("CLIENTS_VENV", ".clients") / "node/node_modules/.bin"
+CODEX, CLAUDE = PROGRAMS / "codex", PROGRAMS / "claude"
 MODEL = "gpt-5.5"  # a name for which Codex sends apply_patch with a grammar, and MCP tools behind tool_search
+MCP_SERVER = Path(__file__).with_name("mcp_weather.py")
+TASK = "Write notes about the weather."
 CONFIG = """
 model = "{model}"
 model_provider = "quire"
@@ -51,7 +54,7 @@ RESULTS = ["notes.txt", "forecast", "sunny in Ulm", 'It is "warm" \\ sunny.']  #
 pytestmark = [
     pytest.mark.deep,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not CODEX.exists(), reason=f"{CODEX} does not exist; run scripts/install_clients .venv/bin"),
+    pytest.mark.skipif(not CLAUDE.exists(), reason=f"{CLAUDE} does not exist; run scripts/install_clients .venv/bin"),
 ]
 
 
@@ -79,8 +82,8 @@ class PlayedModel(FakeScheduler):
 
 
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[tuple[PlayedModel, Service, str]]:
-    scheduler = PlayedModel(TURN)
+async def serving(folder: Path, answers: list[str]) -> AsyncIterator[tuple[PlayedModel, Service, str]]:
+    scheduler = PlayedModel(answers)
     await scheduler.start()
     address = f"127.0.0.1:{free_port()}"
     with Stack(folder) as stack:
@@ -97,13 +100,12 @@ async def start_codex(folder: Path, url: str) -> asyncio.subprocess.Process:
     home, work = folder / "home", folder / "work"
     home.mkdir()
     work.mkdir()
-    server = Path(__file__).with_name("mcp_weather.py")
-    (home / "config.toml").write_text(CONFIG.format(model=MODEL, url=url, python=sys.executable, server=server))
+    (home / "config.toml").write_text(CONFIG.format(model=MODEL, url=url, python=sys.executable, server=MCP_SERVER))
     flags = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json")
     environment = {**os.environ, "CODEX_HOME": str(home), "HOME": str(home), "OPENAI_API_KEY": "unused"}
     return await asyncio.create_subprocess_exec(
         CODEX,
-        *("exec", *flags, "Write notes about the weather."),
+        *("exec", *flags, TASK),
         cwd=work,
         env=environment,
         stdin=asyncio.subprocess.DEVNULL,
@@ -115,7 +117,7 @@ async def start_codex(folder: Path, url: str) -> asyncio.subprocess.Process:
 @pytest.mark.parametrize("kills", [False, True])
 async def test_a_turn_with_a_patch_an_mcp_tool_and_a_command(tmp_path: Path, kills: bool) -> None:
     """With `kills`, the gateway is killed while it streams the patch, and started again."""
-    async with serving(tmp_path) as (scheduler, gateway, url):
+    async with serving(tmp_path, TURN) as (scheduler, gateway, url):
         scheduler.pauses_at = 0 if kills else -1
         codex = await start_codex(tmp_path, url)
         if kills:
@@ -132,3 +134,38 @@ async def test_a_turn_with_a_patch_an_mcp_tool_and_a_command(tmp_path: Path, kil
         assert len(prompts) == len(TURN) + kills
         for result, prompt in zip(RESULTS, prompts[1 + kills :], strict=True):
             assert result in prompt.rpartition("<tool_response>")[2], output.decode()
+
+
+async def test_claude_code_goes_through_a_turn_with_a_file_an_mcp_tool_and_a_command(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    turn = [
+        call("Write", {"file_path": str(work / "notes.txt"), "content": "It is warm."}),
+        call("mcp__weather__forecast", {"city": "Ulm"}),
+        call("Bash", {"command": "cat notes.txt", "description": "Show the notes"}),
+        "The notes are written.",
+    ]
+    async with serving(tmp_path, turn) as (scheduler, _, url):
+        servers = {"mcpServers": {"weather": {"command": sys.executable, "args": [str(MCP_SERVER)]}}}
+        own = {
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_AUTH_TOKEN": "unused",
+            "ANTHROPIC_MODEL": MODEL,
+            "HOME": str(tmp_path),
+        }
+        claude = await asyncio.create_subprocess_exec(
+            CLAUDE,
+            *("-p", TASK, "--mcp-config", json.dumps(servers)),
+            *("--allowedTools", "Write,Bash,mcp__weather__forecast"),
+            cwd=work,
+            env={**os.environ, **own, "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await asyncio.wait_for(claude.communicate(), 300)
+        assert (claude.returncode, output.decode().strip().splitlines()[-1]) == (0, turn[-1])
+        results = [prompt_of(submit).rpartition("<tool_response>")[2] for submit in scheduler.submits]
+        assert (work / "notes.txt").read_text() == "It is warm."
+        assert any("sunny in Ulm" in result for result in results)
+        assert "It is warm." in results[-1]
