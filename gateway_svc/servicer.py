@@ -32,7 +32,6 @@ from gateway_svc.request.validation import check_abort
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
 from gateway_svc.schedulers.submitter import PrefixReader, Submitter
-from svc_common.observe.tracing import HEADER, current_traceparent
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_SHOWN_OWNERS = 20
@@ -83,7 +82,7 @@ class InferenceServicer(InferenceServiceServicer):
 
     def _read_traceparent(self, context: Context) -> None:
         if self.generation.traces is not None:
-            current_traceparent.set(str(dict(context.invocation_metadata() or ()).get(HEADER, "")))
+            self.generation.traces.receive(dict(context.invocation_metadata() or ()))
 
     # -- embeddings and scores ----------------------------------------------------------------------------------------
 

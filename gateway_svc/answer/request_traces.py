@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.answer.request_meter import RequestMeter
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from svc_common.errors import ServiceError
-from svc_common.observe.tracing import current_traceparent, is_traceparent, valid_traceparent
+from svc_common.observe.tracing import HEADER, current_traceparent, is_traceparent, valid_traceparent
 
 if TYPE_CHECKING:
     from svc_common.observe.otlp import Attributes, OpenSpan, Tracer
@@ -139,6 +139,11 @@ class GenerationTraces:
         self._tracer = tracer
         self._ratio = ratio
         self._draw = draw
+
+    @staticmethod
+    def receive(headers: Mapping[str, Any]) -> None:
+        """Keep the traceparent of the call that the running task serves."""
+        current_traceparent.set(str(headers.get(HEADER, "")))
 
     def begin(self, request: pb.GenerateRequest) -> RequestTrace | None:
         """The trace of this request, which the running task serves; None if it is not sampled.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import secrets
-from collections.abc import Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
@@ -33,7 +33,6 @@ from gateway_svc.request.validation import REQUEST_ID
 from svc_common.calls import ANYONE, RpcStats
 from svc_common.errors import NotFoundError, ServiceError, shown_error
 from svc_common.memory import Intake
-from svc_common.observe.tracing import HEADER, current_traceparent
 from svc_common.tasks import cancel
 
 MAX_BODY_BYTES = 16 << 20  # about three million token ids as JSON
@@ -60,7 +59,7 @@ class HttpApp:
         stats: RpcStats,
         audit: AuditLog | None = None,
         intake: Intake | None = None,
-        is_traced: bool = False,
+        on_headers: Callable[[Mapping[str, str]], None] | None = None,
         open_paths: Collection[str] = OPEN_PATHS,
         operators: Authenticator | NoOperators | None = None,
         operator_paths: Collection[str] = (),
@@ -77,7 +76,7 @@ class HttpApp:
         self._stats = stats
         self._audit = audit
         self._intake = intake or Intake()
-        self._is_traced = is_traced
+        self._on_headers = on_headers
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,8 +85,8 @@ class HttpApp:
         answer = _Sender(send, headers)
         scope["request_id"] = answer.request_id
         http_request_id.set(answer.request_id)
-        if self._is_traced:
-            current_traceparent.set(headers.get(HEADER, ""))
+        if self._on_headers is not None:
+            self._on_headers(headers)
         with self._audited(scope, answer):
             await self._answer(scope, headers, receive, answer)
 

@@ -172,7 +172,7 @@ def make_http_apps(
     status = StatusHandlers(lambda: server.is_serving, servicer.generation.streams, admin.metrics_text)
     handlers = Handlers(servicer, directory, lane, status, *operations)
     routes, operators, operator_paths = handlers.routes(), operators_over_http(args), handlers.operator_paths
-    is_traced = args.trace_endpoint is not None
+    traces = servicer.generation.traces
 
     def make_app(authenticator: Authenticator | None) -> ASGIApp:
         app = HttpApp(
@@ -180,7 +180,7 @@ def make_http_apps(
             authenticator=authenticator,
             stats=server.rpc,
             audit=audit,
-            is_traced=is_traced,
+            on_headers=None if traces is None else traces.receive,
             intake=intake,
             operators=operators,
             operator_paths=operator_paths,

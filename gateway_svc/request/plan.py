@@ -148,7 +148,7 @@ def plan_generation(
     if may_think and replay is None and is_plain:
         thinking.set_budget(request, model, prompt.tools, ids, max_tokens)
     sampling = sampling_plan(request, model, max_tokens, grammar, drawn_seed=drawn_seed)
-    continues = request.HasField("continuation") or replay is not None or sampling.params.HasField("best_of")
+    continues = request.HasField("continuation") or replay is not None or sampling.params.best_of > 0
     encoder_plan = None if start is None else encoder.encoder_plan(len(ids), max_tokens, start, grammar, model)
     return GenerationPlan(
         request_id,

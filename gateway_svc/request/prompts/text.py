@@ -49,15 +49,15 @@ class TokenPromptReader:
         self, request: pb.GenerateRequest, model: ServedModel, known_ids: Sequence[int] | None, context: ReadContext
     ) -> PromptInput:
         chat = request.prompt.chat
-        uses_images = bool(request.media) or model.info.HasField("images") or has_images(chat)
-        images = images_of(request) if uses_images else []
+        has_any = request.media or (request.prompt.HasField("chat") and has_images(chat))
+        images = images_of(request) if has_any else []
         if images:
             context.images.check(images, model)
         if known_ids is not None:
             prompt = PromptInput(known_ids, tools=await context.lane.run(len(chat.tools_json), read_tools, chat))
         else:
             prompt = await self._token_ids(request, model, context)
-        if uses_images:
+        if images or model.info.HasField("images"):
             prompt = await with_images(prompt, images, model, context, is_expanded=known_ids is not None)
         return prompt
 
