@@ -173,6 +173,12 @@ class Intake:
     def __exit__(self, *exc: object) -> None:
         self._num_calls -= 1
 
+    async def keep_trimmed(self) -> None:
+        """Return free memory to the kernel, also while no calls begin. Never ends."""
+        while True:
+            await asyncio.sleep(TRIM_INTERVAL_S)
+            self._limit.exceeded_by()
+
     def check_memory(self) -> None:
         """Raise OverloadedError if memory exceeds its limit while other calls are open."""
         if self._num_calls > 1:

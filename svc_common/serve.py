@@ -122,7 +122,7 @@ class GrpcServer:
         admit: Admit | None = None,
         intake: Intake | None = None,
     ) -> None:
-        intake = intake or Intake()
+        self._intake, intake = intake, intake or Intake()
         intake.max_message_bytes = max_receive_bytes
         errors = ErrorInterceptor(on_call=on_call, max_bytes=max_bytes, admit=admit, intake=intake)
         self.rpc = errors.stats
@@ -189,7 +189,10 @@ class GrpcServer:
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, self.stopping.set)
+        trimming = None if self._intake is None else asyncio.create_task(self._intake.keep_trimmed())
         await self.stopping.wait()
+        if trimming is not None:
+            await cancel(trimming)
         self.set_serving(False)
         log.info("draining; a second signal stops the process at once")
         hurried = asyncio.Event()

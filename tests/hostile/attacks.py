@@ -494,7 +494,7 @@ async def _trickle(port: Port, texts: list[bytes], size: Size) -> None:
 
 
 GRPC_ATTACKS: tuple[Attack, ...] = (
-    frame_violations, framing_lies, *FLOODS, many_messages, huge_headers, bombs, stream_bombs, unfinished_messages,
+    frame_violations, framing_lies, *FLOODS, many_messages, bombs, stream_bombs, unfinished_messages,
     open_calls, unread_answers, idle_connections, connect_and_close, slow_bytes,
 )  # fmt: skip
 
