@@ -93,6 +93,8 @@ class SimRunner(StepRunner):
     num_blocks None: 4096. max_model_len may be above the model's own. ValueError for an unusable folder.
     """
 
+    has_new_weights = True
+
     def __init__(self, config: EngineConfig, sim: SimConfig) -> None:
         self._sim = sim
         self._start = 0  # of all contexts; a function of the weights
