@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from step_protocol.features.thinking import START_WITHIN, ThinkingBudget
+from step_protocol.features import START_WITHIN, ThinkingBudget
 
 END, STOP, START, HEAD = 1, 2, 3, 4
 MARKERS = {"open": [], "one": [START], "header": [HEAD, START, START]}
