@@ -18,7 +18,7 @@ from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels import record
 from worker_svc.engine.gpu.kernels.forms import TORCH, TRITON, using
 from worker_svc.engine.gpu.kernels.sampler import banned, candidates, filters, sample
-from worker_svc.engine.gpu.kernels.sampler.thresholds import Thresholds
+from worker_svc.engine.gpu.kernels.sampler.candidates import Thresholds
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.sampling.noise import gumbel_noise
 

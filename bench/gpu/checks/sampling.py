@@ -15,7 +15,7 @@ from step_protocol.messages import RowOpen, TokenRules
 from worker_svc.engine.gpu.kernels.record import WORDS
 from worker_svc.engine.gpu.kernels.sampler import sample
 from worker_svc.engine.gpu.kernels.sampler.banned import mask_banned
-from worker_svc.engine.gpu.kernels.sampler.thresholds import Thresholds
+from worker_svc.engine.gpu.kernels.sampler.candidates import Thresholds
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS, sampling_words
 from worker_svc.engine.gpu.step.processing import DeviceProcessing
 from worker_svc.engine.rows.open_rows import OpenRows

@@ -24,7 +24,7 @@ from worker_svc.engine.gpu.kernels.prepare import prepare
 from worker_svc.engine.gpu.kernels.record import apply_deltas
 from worker_svc.engine.gpu.kernels.sampler import sample
 from worker_svc.engine.gpu.kernels.sampler.banned import mask_banned
-from worker_svc.engine.gpu.kernels.sampler.thresholds import Thresholds
+from worker_svc.engine.gpu.kernels.sampler.candidates import Thresholds
 from worker_svc.engine.gpu.layers.device_slots import DeviceSlots, TokenAdapters
 from worker_svc.engine.gpu.model import DeviceDecoder
 from worker_svc.engine.gpu.step.device_step import DeviceLogits, DeviceStep

@@ -1,22 +1,31 @@
-"""The search for a threshold: the few ids that can pass are collected, the threshold is found among them.
+"""Thresholds of rows with filters: the few ids that can pass are collected, the threshold is found among them.
 
 `filters.py` gives a bound below which no id passes: for top_k the k-th largest maximum of a chunk; for top_p, an id
 that weighs less than total * (1 - top_p) / vocab_size does not matter. One program per row then finds the threshold
 by bisection. A row with too many candidates reads its logits instead, which takes longer.
+
+A threshold depends on the whole vocabulary, of which each rank has a part. So ranks exchange their logits once: each
+gets all logits of its share of the rows, finds their thresholds as a worker of one rank does, and sends them to the
+others. A search over the parts would need a sum over ranks for each of its passes.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
+from worker_svc.engine.gpu.collectives.group import ALONE, Group
+from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
-from worker_svc.engine.gpu.kernels.record import TEMPERATURE
+from worker_svc.engine.gpu.kernels.record import TEMPERATURE, read_record
 from worker_svc.engine.gpu.kernels.sampler.filters import (
     TOP_K,
     RowLimits,
     StepLogits,
     count_to_reach,
+    find_limits,
     float_of,
     largest,
     load_z,
@@ -25,6 +34,7 @@ from worker_svc.engine.gpu.kernels.sampler.filters import (
     weight_of,
     weight_to_reach,
 )
+from worker_svc.engine.sampling.noise import GREEDY_BELOW, has_token, keep_threshold
 
 CHUNK = 1024
 MAX_CANDIDATES = 4096  # of a row
@@ -154,14 +164,43 @@ def select_kernel(
     tl.store(lowest_ptr + sample, lowest)
 
 
-class CandidateSearch:
-    """Buffers for the candidates of S rows."""
+class Thresholds:
+    """Finds thresholds. It owns the buffers for steps of at most `max_rows` rows."""
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._z = torch.zeros(max_rows, MAX_CANDIDATES, device=device)  # in any order
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, group: Group = ALONE) -> None:
+        """`vocab_size` is that of all ranks."""
+        self._group = group
+        self._vocab_size = vocab_size
+        share = triton.cdiv(max_rows, group.size)
+        self._z = torch.zeros(share, MAX_CANDIDATES, device=device)  # candidates of each row, in any order
+        self.limits = RowLimits.make(share, triton.cdiv(vocab_size, CHUNK), device)
 
-    def search(self, source: StepLogits, limits: RowLimits) -> None:
-        """Raises the lowest z of rows with top_k or top_p."""
+    def find(self, logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The smallest z = logits / temperature that each of the S rows keeps, float32 [S]. `rows` are records of
+        `state`, -1 is padding. `logits` [S, this rank's part of the vocabulary]."""
+        group, count = self._group, len(rows)
+        if group.size == 1:
+            return self._find(logits, state, rows)
+        share = triton.cdiv(count, group.size)
+        padding, width = share * group.size - count, group.part_size(self._vocab_size)
+        whole = group.exchange_rows(F.pad(logits, (0, width - logits.shape[1], 0, padding)))[:, : self._vocab_size]
+        own = F.pad(rows, (0, padding), value=-1)[group.rank * share : (group.rank + 1) * share]
+        return group.all_gather(self._find(whole, state, own)).flatten()[:count]
+
+    def _find_in_torch(self, logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        lowest, host = self.limits.lowest[: len(rows)].fill_(-torch.inf), logits.float().cpu().numpy()
+        for line, row in enumerate(rows.tolist()):
+            params, _ = read_record(state[max(row, 0)])
+            if row >= 0 and params.temperature >= np.float32(GREEDY_BELOW) and has_token(host[line]):
+                z = host[line] / np.float32(params.temperature)
+                lowest[line] = float(keep_threshold(z, params, np.float32(params.min_p)))
+        return lowest
+
+    @kernel("thresholds", _find_in_torch)
+    def _find(self, logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """As `find`, of rows whose logits are complete."""
+        source, limits = StepLogits(logits, state, rows), self.limits
+        find_limits(source, limits, CHUNK)
         num_samples, chunks = len(source.logits), limits.top.shape[1]
         collect_kernel[(num_samples, chunks)](
             *source.arguments(), limits.top, limits.bound, limits.count, self._z, chunks, CHUNK=CHUNK,
@@ -171,3 +210,4 @@ class CandidateSearch:
             *source.arguments(), limits.top, limits.lowest, limits.bound, limits.count, limits.total, self._z, chunks,
             ROOM=MAX_CANDIDATES, num_warps=4, **dependent(),
         )  # fmt: skip
+        return limits.lowest[: len(rows)]
