@@ -22,9 +22,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from gateway_svc.callers.caller import record_request_id
-from gateway_svc.http.fields import invalid
 from gateway_svc.http.openai.answers import sse
 from gateway_svc.http.replies import EventStream, ignored_headers, json_reply
+from gateway_svc.http.values import invalid, one_of
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.request.threads import Lane
 from svc_common.errors import ServiceError
@@ -242,12 +242,9 @@ def _speech_of(data: bytes, content_type: str, task: str) -> Speech:
     form = parse_form(data, content_type)
     if "file" not in form.files:
         raise invalid("file", "is not set; send an audio file")
-    answer = form.value("response_format") or "json"
-    if answer not in (*PLAIN, *SEGMENTED):
-        raise invalid("response_format", f"is {answer!r:.40}; must be one of {', '.join((*PLAIN, *SEGMENTED))}")
+    answer = one_of("response_format", form.value("response_format") or "json", (*PLAIN, *SEGMENTED))
     _check_granularities(form, answer)
-    if (stream := form.value("stream") or "false") not in ("true", "false"):
-        raise invalid("stream", f"is {stream!r:.40}; must be true or false")
+    stream = one_of("stream", form.value("stream") or "false", ("true", "false"))
     if stream == "true" and answer not in PLAIN:
         raise invalid("stream", f"is true, but response_format {answer} is not streamed; set it to json or text")
     audio = pb.Audio(

@@ -8,22 +8,16 @@ that all generations have. Rows with `only` are not supported: any other value i
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.v1 import inference_pb2 as pb
 
+from gateway_svc.http.values import invalid, shown, typed_value
 from request_fields.checks import check_value
-from request_fields.fields import BY_PATH, FIELDS, GRAMMAR_FIELDS, MAX_UINT32, BodyForm, Field, FieldError, Kind
+from request_fields.fields import BY_PATH, FIELDS, GRAMMAR_FIELDS, BodyForm, Field, FieldError, Kind
 from svc_common.errors import InvalidRequestError
-
-INTEGERS = (Kind.INT32, Kind.UINT32, Kind.UINT64)
-NUMBERS = (Kind.FLOAT, *INTEGERS)
-NUMBER = re.compile(r" *[+-]?[0-9]{1,30}(\.[0-9]{0,30})?([eE][+-]?[0-9]{1,3})? *")
-MAX_SHOWN = 80  # characters of a wrong value in an error
-
 
 CONVERSIONS: Mapping[BodyForm, Callable[[Any], Any]] = {  # to the value in the protocol; other values stay as they are
     BodyForm.PLAIN: lambda value: value,
@@ -210,11 +204,7 @@ POOLING = (
     BodyField("task", doc="`embed` or `classify`. Default: `classify` if the model has classes, else `embed`."),
     USE_ACTIVATION,
 )
-CLASSIFY = (
-    *POOLED,
-    *(row for row in EMBEDDINGS if row.name in ("input", "prompt_name")),
-    USE_ACTIVATION,
-)
+CLASSIFY = (*POOLED, *(row for row in EMBEDDINGS if row.name in ("input", "prompt_name")), USE_ACTIVATION)
 COHERE_EMBED = (
     MODEL,
     BodyField("texts", doc="A list of strings; at most 2048."),
@@ -254,10 +244,7 @@ RESPONSES = (
     BodyField("background", doc="Answer immediately, and compute the response in the background."),
     BodyField("stream", doc="Answer with server-sent events."),
     BodyField("stream_options", doc="No effect."),
-    BodyField(
-        "tools",
-        doc="The client's tools ([responses.md](responses.md#tools)). `web_search` is ignored.",
-    ),
+    BodyField("tools", doc="The client's tools ([responses.md](responses.md#tools)). `web_search` is ignored."),
     BodyField("tool_choice", doc='`none`, `auto`, `required` or `{"type": "function", "name": ...}`.'),
     BodyField("parallel_tool_calls", doc="false: at most one call."),
     BodyField("text", doc="`format`: text, json_object or json_schema."),
@@ -350,11 +337,6 @@ def paths_of(path: str) -> list[str]:
     return [path, *(alias for alias, name in ALIASES.items() if name == path)]
 
 
-def invalid(field: str, words: str) -> InvalidRequestError:
-    """The error for a field of a body."""
-    return InvalidRequestError(f"{field} {words}", field=field)
-
-
 def set_parameters(rows: tuple[BodyField, ...], body: Mapping[str, Any], request: pb.GenerateRequest) -> None:
     """Set the fields of `request` from the rows that have a path, and refuse fields that are not supported.
 
@@ -366,13 +348,9 @@ def set_parameters(rows: tuple[BodyField, ...], body: Mapping[str, Any], request
             continue
         if row.path:
             set_parameter(row, value, request)
-        elif row.only is not None and not _is_one_of(value, row.only):
+        # Types are compared too, because 0 == False.
+        elif row.only is not None and not any(type(value) is type(one) and value == one for one in row.only):
             raise invalid(row.name, "is not served by this version; leave it unset")
-
-
-def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Whether an allowed value is equal and of the same type: 0 is not False."""
-    return any(type(value) is type(one) and value == one for one in allowed)
 
 
 def set_parameter(row: BodyField, value: Any, request: pb.GenerateRequest) -> None:
@@ -394,11 +372,8 @@ def set_parameter(row: BodyField, value: Any, request: pb.GenerateRequest) -> No
         else:
             setattr(owner, name, typed)
     except (ValueError, TypeError, OverflowError):
-        raise invalid(row.name, f"is {shown(value)}, which is out of range for {_kind_words(field)}") from None
-
-
-def _kind_words(field: Field) -> str:
-    return f"a field of type {field.kind.value}"
+        words = f"is {shown(value)}, which is out of range for a field of type {field.kind.value}"
+        raise invalid(row.name, words) from None
 
 
 def _enum_number(field: Field, value: Any) -> int:
@@ -406,80 +381,6 @@ def _enum_number(field: Field, value: Any) -> int:
         if type(value) is type(one) and value == one:
             return number
     raise invalid(field.path, f"is {shown(value)}; must be {_values_of(field)}")
-
-
-def typed_value(name: str, kind: Kind, value: Any) -> Any:
-    """The value as the protocol's type. Raises InvalidRequestError."""
-    if kind in NUMBERS:
-        value = number_of(value)
-    if kind is Kind.FLOAT and type(value) in (int, float):
-        return _as_float(name, value)
-    if kind in INTEGERS and (type(value) is int or (type(value) is float and value.is_integer())):
-        return int(value)
-    if kind is Kind.BOOL and type(value) is bool:
-        return value
-    if kind is Kind.STRING and type(value) is str:
-        return value
-    if kind is Kind.STRINGS and type(value) is list and all(type(item) is str for item in value):
-        return value
-    if kind is Kind.TOKEN_IDS and type(value) is list:
-        return token_ids(name, value)
-    if kind is Kind.BIASES and type(value) is dict:
-        return _biases(name, value)
-    if kind is Kind.COUNTS and type(value) is dict:
-        return {key: typed_value(f"{name}.{key}", Kind.UINT32, count) for key, count in value.items()}
-    raise invalid(name, f"is {shown(value)}; must be {WORDS[kind]}")
-
-
-WORDS = {
-    Kind.FLOAT: "a number",
-    **dict.fromkeys(INTEGERS, "an integer"),
-    Kind.BOOL: "true or false",
-    Kind.STRING: "a string",
-    Kind.STRINGS: "a string or a list of strings",
-    Kind.TOKEN_IDS: "a list of token ids",
-    Kind.BIASES: "an object of token ids and numbers",
-    Kind.COUNTS: "an object of integers",
-}
-
-
-def number_of(value: Any) -> Any:
-    """The number that a string contains, as vLLM accepts it; other values unchanged."""
-    if not isinstance(value, str) or not NUMBER.fullmatch(value):
-        return value
-    return float(value) if set(value) & set(".eE") else int(value)
-
-
-def _biases(name: str, values: dict[str, Any]) -> dict[int, float]:
-    biases: dict[int, float] = {}
-    for key, value in values.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= len(str(MAX_UINT32))):
-            raise invalid(name, f'has key {shown(key)}; a key must be a token id as a string, such as "42"')
-        biases[token_ids(name, [int(key)])[0]] = typed_value(f"{name}[{key}]", Kind.FLOAT, value)
-    return biases
-
-
-def _as_float(name: str, value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise invalid(name, f"is {shown(value)}, which is out of range for a number") from None
-
-
-def token_ids(name: str, values: list[Any]) -> list[int]:
-    """A list of token ids. Raises InvalidRequestError that names the first element that is not a token id."""
-    for i, value in enumerate(values):
-        if type(value) is not int or not 0 <= value <= MAX_UINT32:
-            raise invalid(f"{name}[{i}]", f"is {shown(value)}; must be a token id, an integer from 0 to {MAX_UINT32}")
-    return values
-
-
-def shown(value: Any) -> str:
-    """A value of a body as text for an error, shortened."""
-    if isinstance(value, dict | list):
-        return "an object" if isinstance(value, dict) else "a list"
-    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)[: MAX_SHOWN + 1]
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
 def path_names(rows: tuple[BodyField, ...], body: Mapping[str, Any]) -> dict[str, str]:

@@ -11,8 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway_svc.http.openai.bodies import body_of, text_value
+from gateway_svc.http.openai.bodies import body_of
 from gateway_svc.http.replies import Read, json_reply
+from gateway_svc.http.values import BOOLEANS, invalid, object_of, one_of, shown, text_of
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.rollouts import RolloutServicer
 from gateway_svc.request.validation import RequestLimits
@@ -34,6 +35,14 @@ RUNNING_ROWS = {
     "retire": pb.RUNNING_ROWS_RETIRE,
 }
 LEVELS = ("0", "1", "2")
+ENDPOINTS = {  # names of handlers, which end the paths, by method and beginning of the path
+    ("POST", ""): (
+        *("pause", "resume", "init_weight_transfer_engine", "start_weight_update", "update_weights"),
+        *("finish_weight_update", "abort_weight_update", "reset_prefix_cache", "sleep", "wake_up"),
+    ),
+    ("POST", "v1/"): ("load_lora_adapter", "unload_lora_adapter"),
+    ("GET", ""): ("weight_info", "server_info", "get_world_size", "is_paused", "is_sleeping"),
+}
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I8": "int8"}
 
 
@@ -56,39 +65,20 @@ class RolloutHandlers:
 
     def routes(self) -> list[Route]:
         """All endpoints."""
-        posts = {
-            "/pause": self.pause,
-            "/resume": self.resume,
-            "/init_weight_transfer_engine": self.init_weight_transfer_engine,
-            "/start_weight_update": self.start_weight_update,
-            "/update_weights": self.update_weights,
-            "/finish_weight_update": self.finish_weight_update,
-            "/abort_weight_update": self.abort_weight_update,
-            "/reset_prefix_cache": self.reset_prefix_cache,
-            "/sleep": self.sleep,
-            "/wake_up": self.wake_up,
-            "/v1/load_lora_adapter": self.load_lora_adapter,
-            "/v1/unload_lora_adapter": self.unload_lora_adapter,
-        }
-        gets = {
-            "/weight_info": self.weight_info,
-            "/server_info": self.server_info,
-            "/get_world_size": self.get_world_size,
-            "/is_paused": self.is_paused,
-            "/is_sleeping": self.is_sleeping,
-        }
-        return [Route(path, handler, methods=["POST"]) for path, handler in posts.items()] + [
-            Route(path, handler, methods=["GET"]) for path, handler in gets.items()
+        return [
+            Route(f"/{prefix}{name}", getattr(self, name), methods=[method])
+            for (method, prefix), names in ENDPOINTS.items()
+            for name in names
         ]
 
     # -- pauses -------------------------------------------------------------------------------------------------------
 
     async def pause(self, request: Request) -> Response:
         """Compute no steps until /resume. `mode`: keep, retract, abort or wait."""
-        mode = _choice(request.query_params.get("mode", "keep"), PAUSE_MODES, "mode")
-        clears = _boolean(request.query_params.get("clear_cache", "false"), "clear_cache")
+        mode = PAUSE_MODES[one_of("mode", request.query_params.get("mode", "keep"), PAUSE_MODES)]
+        clears = one_of("clear_cache", request.query_params.get("clear_cache", "false").lower(), BOOLEANS)
         paused = await self._rollouts.Pause(pb.PauseRequest(pause_id=PAUSE_ID, mode=mode))
-        if clears:
+        if BOOLEANS[clears]:
             await self._rollouts.ResetPrefixCache(pb.ResetPrefixCacheRequest())
         samples = [
             {"request_id": one.request_id, "index": one.index, "num_output_tokens": one.num_output_tokens}
@@ -108,7 +98,7 @@ class RolloutHandlers:
 
     async def sleep(self, request: Request) -> Response:
         """Free memory of all workers until /wake_up. `tags`: weights, kv_cache; without tags both."""
-        _choice(request.query_params.get("level", "1"), dict.fromkeys(LEVELS, 0), "level")
+        one_of("level", request.query_params.get("level", "1"), LEVELS)
         await self._rollouts.Sleep(pb.SleepRequest(tags=request.query_params.getlist("tags")))
         return json_reply({"status": "asleep"})
 
@@ -131,7 +121,7 @@ class RolloutHandlers:
 
     async def init_weight_transfer_engine(self, request: Request) -> Response:
         """Agree on how tensors arrive: `{"init_info": {"backend": "files"}}`, which is the default."""
-        info = _part(await self._body(request), "init_info")
+        info = object_of("init_info", (await self._body(request)).get("init_info", {}))
         if "master_address" in info:
             raise NotConfiguredError(
                 "the workers take tensors from files, not by NCCL: send init_info without master_address, and in "
@@ -139,28 +129,25 @@ class RolloutHandlers:
                 field="init_info.master_address",
             )
         if info.get("backend", "files") != "files":
-            raise InvalidRequestError(
-                f"init_info.backend is {str(info['backend'])[:64]!r}; use files", field="init_info.backend"
-            )
+            raise invalid("init_info.backend", f"is {shown(info['backend'])}; use files")
         await self._rollouts.GetWeights(pb.GetWeightsRequest())
         return json_reply({"message": "tensors are files below --weights-dir"})
 
     async def start_weight_update(self, request: Request) -> Response:
         """Begin an update. `version`: above that of the weights in use; unset: the next one."""
         body = await self._body(request)
-        version = _number(body.get("version", 0), "version")
+        version = body.get("version", 0)
+        if type(version) is not int or not 0 <= version < 1 << 63:
+            raise invalid("version", f"is {shown(version)}; must be a number of 0 or more")
         begun = await self._rollouts.BeginUpdate(pb.BeginUpdateRequest(update_id=UPDATE_ID, version=version))
         return json_reply({"version": begun.version})
 
     async def update_weights(self, request: Request) -> Response:
         """Add a safetensors file. `update_info` has its `path`, and may have `names`, `dtype_names` and `shapes`."""
-        info = _part(await self._body(request), "update_info")
+        info = object_of("update_info", (await self._body(request)).get("update_info", {}))
         path = info.get("path")
         if not isinstance(path, str) or not path:
-            raise InvalidRequestError(
-                "update_info.path is missing; name a safetensors file below the workers' --weights-dir",
-                field="update_info.path",
-            )
+            raise invalid("update_info.path", "is missing; name a safetensors file below the workers' --weights-dir")
         put = await self._rollouts.put(pb.PutTensorsRequest(update_id=UPDATE_ID, path=path), _nothing())
         found = {one.name: one for one in put.tensors}
         problem = _difference(info, found)
@@ -172,8 +159,8 @@ class RolloutHandlers:
     async def finish_weight_update(self, request: Request) -> Response:
         """Compute with the new weights. `running_rows`: recompute, keep or retire; `digest`: of all tensors."""
         body = await self._body(request)
-        rows = _choice(body.get("running_rows", "recompute"), RUNNING_ROWS, "running_rows")
-        digest = text_value("digest", body.get("digest", ""))
+        rows = RUNNING_ROWS[one_of("running_rows", body.get("running_rows", "recompute"), RUNNING_ROWS)]
+        digest = text_of("digest", body.get("digest", ""))
         done = await self._rollouts.CommitUpdate(
             pb.CommitUpdateRequest(update_id=UPDATE_ID, digest=digest, running_rows=rows)
         )
@@ -196,13 +183,13 @@ class RolloutHandlers:
     async def load_lora_adapter(self, request: Request) -> Response:
         """Load a LoRA adapter on all workers: `lora_name`, `lora_path`."""
         body = await self._body(request)
-        name, path = (text_value(field, body.get(field)) for field in ("lora_name", "lora_path"))
+        name, path = (text_of(field, body.get(field)) for field in ("lora_name", "lora_path"))
         await self._admin.LoadAdapter(inference_pb2.LoadAdapterRequest(name=name, path=path))
         return json_reply({"status": "loaded"})
 
     async def unload_lora_adapter(self, request: Request) -> Response:
         """Unload a LoRA adapter: `lora_name`."""
-        name = text_value("lora_name", (await self._body(request)).get("lora_name"))
+        name = text_of("lora_name", (await self._body(request)).get("lora_name"))
         await self._admin.UnloadAdapter(inference_pb2.UnloadAdapterRequest(name=name))
         return json_reply({"status": "unloaded"})
 
@@ -252,29 +239,6 @@ async def _nothing() -> AsyncIterator[pb.PutTensorsRequest]:
     yield
 
 
-def _part(body: dict[str, Any], name: str) -> dict[str, Any]:
-    found = body.get(name, {})
-    if not isinstance(found, dict):
-        raise InvalidRequestError(f"{name} must be a JSON object", field=name)
-    return found
-
-
-def _choice(value: object, choices: dict[str, Any], name: str) -> Any:
-    if not isinstance(value, str) or value not in choices:
-        raise InvalidRequestError(f"{name} is {str(value)[:64]!r}; use one of {', '.join(choices)}", field=name)
-    return choices[value]
-
-
-def _boolean(value: str, name: str) -> bool:
-    return bool(_choice(value.lower(), {"true": True, "false": False, "1": True, "0": False}, name))
-
-
-def _number(value: object, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
-        raise InvalidRequestError(f"{name} is {str(value)[:64]!r}; must be a number of 0 or more", field=name)
-    return value
-
-
 def _difference(info: dict[str, Any], found: dict[str, pb.TensorChecksum]) -> InvalidRequestError | None:
     """The first difference between the caller's announcement and the file."""
     announced: dict[str, list[Any]] = {
@@ -284,12 +248,12 @@ def _difference(info: dict[str, Any], found: dict[str, pb.TensorChecksum]) -> In
     }
     names = info.get("names", announced["names"])
     if not isinstance(names, list) or sorted(map(str, names)) != sorted(found):
-        return InvalidRequestError("update_info.names are not those of the file", field="update_info.names")
+        return invalid("update_info.names", "are not those of the file")
     order = {name: place for place, name in enumerate(found)}
     for field in ("dtype_names", "shapes"):
         expected = [announced[field][order[name]] for name in names]
         if info.get(field, expected) != expected:
-            return InvalidRequestError(f"update_info.{field} are not those of the file", field=f"update_info.{field}")
+            return invalid(f"update_info.{field}", "are not those of the file")
     return None
 
 

@@ -10,12 +10,11 @@ from typing import Any
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.http import fields
-from gateway_svc.http.fields import ignored_names, invalid, path_names, set_parameters, shown
-from gateway_svc.http.openai.bodies import body_of, model_name
-from gateway_svc.http.openai.chat import EFFORTS, TOOL_CHOICES, flag, image_part, set_parts, text
+from gateway_svc.http.fields import ignored_names, path_names, set_parameters
+from gateway_svc.http.openai.bodies import body_of
+from gateway_svc.http.openai.chat import EFFORTS, TOOL_CHOICES, image_part, set_parts
+from gateway_svc.http.values import Json, flag, invalid, list_of, object_of, one_of, optional, shown, text, text_at
 from request_fields.fields import MAX_UINT32
-
-Json = dict[str, Any]
 
 ROLES = ("user", "assistant", "system")
 CHOICES = {**TOOL_CHOICES, "any": pb.TOOL_CHOICE_REQUIRED}
@@ -52,7 +51,7 @@ def count_request(data: bytes) -> MessagesBody:
 
 
 def _parsed(body: Mapping[str, Any], rows: tuple[fields.BodyField, ...]) -> MessagesBody:
-    request = pb.GenerateRequest(model=model_name(body))
+    request = pb.GenerateRequest(model=text(body, "model"))
     set_parameters(rows, body, request)
     request.output.parse_chat = True
     request.output.token_ids = False
@@ -84,9 +83,7 @@ def _add_messages(chat: pb.Chat, messages: Any) -> None:
     if not isinstance(messages, list) or not messages:
         raise invalid("messages", "must be a list of at least one message")
     for i, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ROLES:
-            raise invalid(f"messages[{i}].role", f"is {shown(role)}; must be one of {', '.join(ROLES)}")
+        role = one_of(f"messages[{i}].role", object_of(f"messages[{i}]", message).get("role"), ROLES)
         blocks = _blocks(f"messages[{i}].content", message.get("content"))
         if role == "assistant":
             _add_turn(chat.messages.add(role=role), blocks)
@@ -104,9 +101,7 @@ def _blocks(where: str, content: Any) -> Iterator[tuple[str, Json]]:
     if not isinstance(content, list):
         raise invalid(where, f"is {shown(content)}; must be a string or a list of blocks")
     for i, block in enumerate(content):
-        if not isinstance(block, dict):
-            raise invalid(f"{where}[{i}]", f"is {shown(block)}; must be an object")
-        yield f"{where}[{i}]", block
+        yield f"{where}[{i}]", object_of(f"{where}[{i}]", block)
 
 
 def _add_user(chat: pb.Chat, role: str, blocks: Iterator[tuple[str, Json]]) -> None:
@@ -114,7 +109,7 @@ def _add_user(chat: pb.Chat, role: str, blocks: Iterator[tuple[str, Json]]) -> N
     parts, num_before = list[pb.ContentPart](), len(chat.messages)
     for where, block in blocks:
         if block.get("type") == "tool_result":
-            result = chat.messages.add(role="tool", tool_call_id=_string(block, "tool_use_id", where))
+            result = chat.messages.add(role="tool", tool_call_id=text_at(where, block, "tool_use_id"))
             inner = _blocks(f"{where}.content", block.get("content") or "")
             set_parts(result, [_user_part(place, one) for place, one in inner])
         else:
@@ -126,15 +121,15 @@ def _add_user(chat: pb.Chat, role: str, blocks: Iterator[tuple[str, Json]]) -> N
 def _user_part(where: str, block: Json) -> pb.ContentPart:
     kind = block.get("type")
     if kind == "text":
-        return pb.ContentPart(text=_string(block, "text", where))
+        return pb.ContentPart(text=text_at(where, block, "text"))
     source = block.get("source")
     if kind == "image" and isinstance(source, dict):
         url = source.get("url")
         if source.get("type") == "base64":
-            url = f"data:{text(source, 'media_type', where)};base64,{_string(source, 'data', where)}"
+            url = f"data:{text(source, 'media_type', where)};base64,{text_at(where, source, 'data')}"
         return image_part(f"{where}.source", url)
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
-        return pb.ContentPart(text=_string(source, "data", f"{where}.source"))
+        return pb.ContentPart(text=text_at(f"{where}.source", source, "data"))
     raise invalid(
         f"{where}.type", f"is {shown(kind)}; must be text, image, tool_result, or document with a text source"
     )
@@ -146,22 +141,16 @@ def _add_turn(message: pb.ChatMessage, blocks: Iterator[tuple[str, Json]]) -> No
     for where, block in blocks:
         kind = block.get("type")
         if kind == "text":
-            texts.append(_string(block, "text", where))
+            texts.append(text_at(where, block, "text"))
         elif kind == "thinking":
-            thoughts.append(_string(block, "thinking", where))
+            thoughts.append(text_at(where, block, "thinking"))
         elif kind == "tool_use":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-            name, call_id = _string(block, "name", where), _string(block, "id", where)
+            name, call_id = text_at(where, block, "name"), text_at(where, block, "id")
             message.tool_calls.add(id=call_id, name=name, arguments=arguments)
         elif kind != "redacted_thinking":  # which has no text
             raise invalid(f"{where}.type", f"is {shown(kind)}; must be text, thinking or tool_use")
     message.content, message.reasoning = "\n".join(texts), "\n".join(thoughts)
-
-
-def _string(block: Mapping[str, Any], name: str, where: str) -> str:
-    if not isinstance(block.get(name), str):
-        raise invalid(f"{where}.{name}", f"is {shown(block.get(name))}; must be a string")
-    return str(block[name])
 
 
 # -- tools, thinking, format ------------------------------------------------------------------------------------------
@@ -169,13 +158,9 @@ def _string(block: Mapping[str, Any], name: str, where: str) -> str:
 
 def _set_tools(chat: pb.Chat, tools: Any) -> tuple[list[str], dict[str, str]]:
     """Set the tools of the client. Returns the types of other tools, which are ignored, and field names in the body."""
-    if tools is not None and not isinstance(tools, list):
-        raise invalid("tools", f"is {shown(tools)}; must be a list")
     functions, ignored, names = list[Json](), dict[str, None](), dict[str, str]()
-    for i, tool in enumerate(tools or ()):
-        if not isinstance(tool, dict):
-            raise invalid(f"tools[{i}]", f"is {shown(tool)}; must be an object")
-        if tool.get("type") not in (None, "custom"):
+    for i, tool in enumerate(optional(list_of, "tools", tools) or ()):
+        if object_of(f"tools[{i}]", tool).get("type") not in (None, "custom"):
             ignored[f"tools.{tool['type']}"] = None
             continue
         path = f"prompt.chat.tools_json[{len(functions)}].function"
@@ -204,11 +189,9 @@ def _set_choice(chat: pb.Chat, choice: Any) -> None:
 def _set_variables(chat: pb.Chat, body: Mapping[str, Any]) -> None:
     """Set the variables of templates for `thinking` and the effort. They are also a thinking budget."""
     variables: Json = {}
-    thinking = _object(body, "thinking")
+    thinking = optional(object_of, "thinking", body.get("thinking"))
     if thinking:
-        kind = thinking.get("type")
-        if not isinstance(kind, str) or kind not in THINKING:
-            raise invalid("thinking.type", f"is {shown(kind)}; must be one of {', '.join(THINKING)}")
+        kind = one_of("thinking.type", thinking.get("type"), THINKING)
         variables["enable_thinking"] = THINKING[kind]
         budget = thinking.get("budget_tokens") if THINKING[kind] else 0
         if budget is not None:
@@ -216,10 +199,9 @@ def _set_variables(chat: pb.Chat, body: Mapping[str, Any]) -> None:
                 words = f"is {shown(budget)}; must be a number of tokens from 0 to {MAX_UINT32}"
                 raise invalid("thinking.budget_tokens", words)
             variables["thinking_budget"] = budget
-    effort = _object(body, "output_config").get("effort")
+    effort = (optional(object_of, "output_config", body.get("output_config")) or {}).get("effort")
     if effort is not None:
-        if effort not in (*EFFORTS, "max"):
-            raise invalid("output_config.effort", f"is {shown(effort)}; must be one of {', '.join(EFFORTS)}, max")
+        one_of("output_config.effort", effort, (*EFFORTS, "max"))
         variables["reasoning_effort"] = EFFORTS[-1] if effort == "max" else effort
     if variables:
         chat.template_kwargs_json = json.dumps(variables)
@@ -227,17 +209,10 @@ def _set_variables(chat: pb.Chat, body: Mapping[str, Any]) -> None:
 
 def _set_format(request: pb.GenerateRequest, body: Mapping[str, Any]) -> None:
     """The schema of the answer, from `output_config` or from `output_format`, its earlier name."""
-    given = _object(body, "output_config").get("format")
+    given = (optional(object_of, "output_config", body.get("output_config")) or {}).get("format")
     name, form = ("output_config.format", given) if given else ("output_format", body.get("output_format"))
     if form is None:
         return
     if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
         raise invalid(name, 'must be {"type": "json_schema", "schema": {...}}')
     request.sampling.json_schema = json.dumps(form["schema"], ensure_ascii=False)
-
-
-def _object(body: Mapping[str, Any], name: str) -> Json:
-    value = body.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise invalid(name, f"is {shown(value)}; must be an object")
-    return value or {}

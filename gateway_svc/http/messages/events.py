@@ -10,9 +10,8 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.request_meter import FAILED
 from gateway_svc.http.errors import error_of_sample
+from gateway_svc.http.values import Json
 from gateway_svc.text.calls.values import parsed
-
-Json = dict[str, Any]
 
 
 class BlockBuilder:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring as encode_string
-from typing import Any, Protocol
+from typing import Protocol
 
 from msgspec import Raw
 from quire.v1 import inference_pb2 as pb
@@ -29,6 +29,7 @@ from gateway_svc.http.openai.logprobs import (
     prompt_logprobs,
     prompt_positions,
 )
+from gateway_svc.http.values import Json
 from svc_common.errors import ServiceError
 
 STOPPED = (types.FINISH_REASON_EOS, types.FINISH_REASON_STOP)
@@ -40,8 +41,6 @@ DONE = b"data: [DONE]\n\n"
 # model names and ids have no U+0000.
 PLACE_INDEX, PLACE_TEXT = "\0index", "\0text"
 EVENT_BYTES = 1024  # least size of the log probabilities of one event
-
-Json = dict[str, Any]
 
 
 def encode_text(text: str) -> bytes:

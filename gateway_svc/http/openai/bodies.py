@@ -12,20 +12,21 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.http import fields
-from gateway_svc.http.fields import (
-    GUIDED,
-    BodyField,
-    ignored_names,
+from gateway_svc.http.fields import GUIDED, BodyField, ignored_names, path_names, set_parameter, set_parameters
+from gateway_svc.http.json_text import TooManyValuesError, decode
+from gateway_svc.http.openai.chat import chat_of
+from gateway_svc.http.values import (
+    flag,
     invalid,
+    list_of,
     number_of,
-    path_names,
-    set_parameter,
-    set_parameters,
+    object_of,
+    optional,
     shown,
+    text,
+    text_of,
     token_ids,
 )
-from gateway_svc.http.json_text import TooManyValuesError, decode
-from gateway_svc.http.openai.chat import chat_of, flag, text
 from gateway_svc.request.cost import check_cost
 from request_fields.fields import FieldError
 from svc_common.errors import InvalidRequestError
@@ -117,11 +118,9 @@ def completion_generation(data: bytes) -> Generation:
 def rollout_generation(data: bytes) -> Generation:
     """Parse a body of /inference/v1/generate: token ids in, token ids out. Raises InvalidRequestError."""
     body = body_of(data)
-    ids, params = body.get("token_ids"), body.get("sampling_params") or {}
+    ids, params = body.get("token_ids"), object_of("sampling_params", body.get("sampling_params") or {})
     if not isinstance(ids, list) or not ids:
         raise invalid("token_ids", f"is {shown(ids)}; must be a list of token ids")
-    if not isinstance(params, dict):
-        raise invalid("sampling_params", f"is {shown(params)}; must be an object")
     own = {row.name: body[row.name] for row in fields.ROLLOUT if row.name in body}
     kept = {name: value for name, value in params.items() if name not in ROLLOUT_IGNORED}
     asked = _completion({**kept, **own, "prompt": token_ids("token_ids", ids), "return_token_ids": True})
@@ -144,13 +143,13 @@ def tokenize_request(data: bytes) -> tuple[pb.TokenizeRequest, list[str]]:
     """Parse a body of /tokenize. Also returns the names of ignored fields. Raises InvalidRequestError."""
     body = body_of(data)
     request = pb.TokenizeRequest(
-        model=model_name(body),
+        model=text(body, "model"),
         add_special_tokens=flag(body, "add_special_tokens", default=True),
         token_strings=flag(body, "return_token_strs", default=False),
     )
     ignored: list[str] = []
     if body.get("messages") is None:
-        request.prompt.text = text_value("prompt", body.get("prompt"))
+        request.prompt.text = text_of("prompt", body.get("prompt"))
     else:
         chat, ignored = chat_of(body)
         request.prompt.chat.CopyFrom(chat)
@@ -160,10 +159,8 @@ def tokenize_request(data: bytes) -> tuple[pb.TokenizeRequest, list[str]]:
 def detokenize_request(data: bytes) -> tuple[pb.DetokenizeRequest, list[str]]:
     """Parse a body of /detokenize. Also returns the names of ignored fields. Raises InvalidRequestError."""
     body = body_of(data)
-    tokens = body.get("tokens")
-    if not isinstance(tokens, list):
-        raise invalid("tokens", f"is {shown(tokens)}; must be a list of token ids")
-    request = pb.DetokenizeRequest(model=model_name(body), ids=token_ids("tokens", tokens))
+    ids = token_ids("tokens", list_of("tokens", body.get("tokens"), "token ids"))
+    request = pb.DetokenizeRequest(model=text(body, "model"), ids=ids)
     return request, ignored_names(fields.DETOKENIZE, body)
 
 
@@ -210,7 +207,7 @@ def _generation(
     *,
     ignored: Sequence[str] = (),
 ) -> Generation:
-    request = pb.GenerateRequest(model=model_name(body))
+    request = pb.GenerateRequest(model=text(body, "model"))
     set_parameters(rows, body, request)
     names = _set_grammar(body, request)
     _set_beam_search(body, request)
@@ -293,11 +290,9 @@ def _with_prompt(request: pb.GenerateRequest, prompt: pb.Prompt) -> pb.GenerateR
 
 
 def _stream_options(body: Mapping[str, Any], *, is_stream: bool) -> tuple[bool, bool]:
-    options = body.get("stream_options")
+    options = optional(object_of, "stream_options", body.get("stream_options"))
     if options is None:
         return False, False
-    if not isinstance(options, dict):
-        raise invalid("stream_options", f"is {shown(options)}; must be an object")
     if not is_stream:
         raise invalid("stream_options", "is set, but stream is not true; remove stream_options or set stream to true")
     includes_usage = flag(options, "include_usage", default=False)
@@ -311,19 +306,6 @@ def _timeout_of(body: Mapping[str, Any]) -> float | None:
     if type(value) not in (int, float) or not 0 < value <= MAX_TIMEOUT_S:
         raise invalid("timeout", f"is {shown(value)}; must be a number of seconds above 0 and at most {MAX_TIMEOUT_S}")
     return float(value)
-
-
-def model_name(body: Mapping[str, Any]) -> str:
-    """The model of a body; empty: the only one."""
-    model = body.get("model")
-    return "" if model is None else text_value("model", model)
-
-
-def text_value(name: str, value: Any) -> str:
-    """The value of a field, which must be a string."""
-    if not isinstance(value, str):
-        raise invalid(name, f"is {shown(value)}; must be a string")
-    return value
 
 
 def _completion_prompts(body: Mapping[str, Any]) -> list[pb.Prompt]:
@@ -344,7 +326,7 @@ def _completion_prompts(body: Mapping[str, Any]) -> list[pb.Prompt]:
 
 def _embeddings_prompt(value: Any) -> pb.Prompt:
     try:
-        return pb.Prompt(embeddings=base64.b64decode(text_value("prompt_embeds", value), validate=True))
+        return pb.Prompt(embeddings=base64.b64decode(text_of("prompt_embeds", value), validate=True))
     except ValueError as error:
         raise invalid("prompt_embeds", f"is not base64: {error}") from None
 
@@ -396,15 +378,15 @@ def _set_grammar(body: Mapping[str, Any], request: pb.GenerateRequest) -> dict[s
 
 
 def _of_response_format(body: Mapping[str, Any]) -> Iterator[tuple[BodyField, Any]]:
-    value = _object(RESPONSE_FORMAT, body.get(RESPONSE_FORMAT))
+    value = optional(object_of, RESPONSE_FORMAT, body.get(RESPONSE_FORMAT))
     if value is None or value.get("type") == "text":
         return
     if value.get("type") == "json_object":
         yield BodyField(f"{RESPONSE_FORMAT}.type", "sampling.json_object"), True
     elif value.get("type") == "json_schema":
-        inner = _object(f"{RESPONSE_FORMAT}.json_schema", value.get("json_schema")) or {}
+        inner = optional(object_of, f"{RESPONSE_FORMAT}.json_schema", value.get("json_schema")) or {}
         name = f"{RESPONSE_FORMAT}.json_schema.schema"
-        if _object(name, inner.get("schema")) is None:
+        if optional(object_of, name, inner.get("schema")) is None:
             raise invalid(name, "is not set; give a JSON Schema")
         yield BodyField(name, "sampling.json_schema"), inner["schema"]
     elif value.get("type") == "structural_tag":
@@ -414,16 +396,10 @@ def _of_response_format(body: Mapping[str, Any]) -> Iterator[tuple[BodyField, An
 
 
 def _of_structured_outputs(body: Mapping[str, Any]) -> Iterator[tuple[BodyField, Any]]:
-    for key, value in (_object(STRUCTURED_OUTPUTS, body.get(STRUCTURED_OUTPUTS)) or {}).items():
+    for key, value in (optional(object_of, STRUCTURED_OUTPUTS, body.get(STRUCTURED_OUTPUTS)) or {}).items():
         if value is None or value is False:
             continue
         name = f"{STRUCTURED_OUTPUTS}.{key}"
         if key not in OF_KEY:
             raise invalid(name, f"is not served; the fields are {', '.join(sorted(OF_KEY))}")
         yield BodyField(name, OF_KEY[key].path), value
-
-
-def _object(name: str, value: Any) -> dict[str, Any] | None:
-    if value is None or isinstance(value, dict):
-        return value
-    raise invalid(name, f"is {shown(value)}; must be an object")

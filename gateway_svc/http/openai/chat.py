@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.http.fields import invalid, shown
+from gateway_svc.http.values import flag, invalid, list_of, object_of, one_of, optional, shown, text, text_at
 
 # Fields of a message that would change the prompt but do not exist in the protocol.
 UNSERVED = ("function_call", "audio")
@@ -34,9 +34,7 @@ def chat_of(body: Mapping[str, Any]) -> tuple[pb.Chat, list[str]]:
         raise invalid("messages", "must be a list of at least one message")
     chat, ignored = pb.Chat(), dict[str, None]()
     for i, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise invalid(f"messages[{i}]", f"is {shown(message)}; must be an object")
-        _add_message(chat.messages.add(), f"messages[{i}]", message)
+        _add_message(chat.messages.add(), f"messages[{i}]", object_of(f"messages[{i}]", message))
         ignored |= {f"messages.{name}": None for name, value in message.items() if _is_ignored(name, value)}
     _set_template(chat, body)
     _set_tools(chat, body)
@@ -51,41 +49,23 @@ def _add_message(message: pb.ChatMessage, where: str, body: Mapping[str, Any]) -
     for name in UNSERVED:
         if body.get(name):
             raise invalid(f"{where}.{name}", "is not served by this version; leave it unset")
-    role = body.get("role")
-    if not isinstance(role, str):
-        raise invalid(f"{where}.role", f"is {shown(role)}; must be a string")
-    message.role = role
+    message.role = text_at(where, body, "role")
     _set_content(message, f"{where}.content", body.get("content"))
     message.content = message.content or text(body, "refusal", where)
     message.tool_call_id = text(body, "tool_call_id", where)
     message.name = text(body, "name", where)
     message.reasoning = text(body, "reasoning", where) or text(body, "reasoning_content", where) or message.reasoning
-    calls = body.get("tool_calls")
-    if calls is not None and not isinstance(calls, list):
-        raise invalid(f"{where}.tool_calls", f"is {shown(calls)}; must be a list")
-    for i, call in enumerate(calls or []):
+    for i, call in enumerate(optional(list_of, f"{where}.tool_calls", body.get("tool_calls")) or ()):
         _add_call(message.tool_calls.add(), f"{where}.tool_calls[{i}]", call)
 
 
 def _add_call(message: pb.ToolCall, where: str, call: Any) -> None:
-    if not isinstance(call, dict):
-        raise invalid(where, f"is {shown(call)}; must be an object")
-    if call.get("type", "function") != "function":
+    if object_of(where, call).get("type", "function") != "function":
         raise invalid(f"{where}.type", f"is {shown(call['type'])}; must be 'function', the only supported type")
-    function = call.get("function")
-    if not isinstance(function, dict):
-        raise invalid(f"{where}.function", f"is {shown(function)}; must be an object with name and arguments")
+    function = object_of(f"{where}.function", call.get("function"))
     message.id = text(call, "id", where)
     message.name = text(function, "name", f"{where}.function")
     message.arguments = text(function, "arguments", f"{where}.function")
-
-
-def text(body: Mapping[str, Any], name: str, where: str = "") -> str:
-    """A string field; "" if it is not set. Raises InvalidRequestError."""
-    value = body.get(name)
-    if value is not None and not isinstance(value, str):
-        raise invalid(f"{where}.{name}" if where else name, f"is {shown(value)}; must be a string")
-    return value or ""
 
 
 def _set_content(message: pb.ChatMessage, where: str, content: Any) -> None:
@@ -113,18 +93,14 @@ def set_parts(message: pb.ChatMessage, parts: Sequence[pb.ContentPart]) -> None:
 def _part_of(where: str, part: Any) -> pb.ContentPart:
     if isinstance(part, str):
         return pb.ContentPart(text=part)
-    if not isinstance(part, dict):
-        raise invalid(where, f"is {shown(part)}; must be an object")
-    if part.get("type") == "image_url":
+    if object_of(where, part).get("type") == "image_url":
         image = part.get("image_url")
         return image_part(f"{where}.image_url", image.get("url") if isinstance(image, dict) else image)
     kind = part.get("type")
     if kind not in TEXT_PARTS:
         words = f"is {shown(kind)}; must be {', '.join(map(repr, TEXT_PARTS))}, 'thinking' or 'image_url'"
         raise invalid(f"{where}.type", words)
-    if not isinstance(part.get(kind), str):
-        raise invalid(f"{where}.{kind}", f"is {shown(part.get(kind))}; must be a string")
-    return pb.ContentPart(text=part[kind])
+    return pb.ContentPart(text=text_at(where, part, kind))
 
 
 def image_part(where: str, url: Any) -> pb.ContentPart:
@@ -154,27 +130,21 @@ def _set_template(chat: pb.Chat, body: Mapping[str, Any]) -> None:
         raise invalid(
             "chat_template", "must be the name of a template of the model or of --chat-template, not a template itself"
         )
-    kwargs = body.get("chat_template_kwargs")
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise invalid("chat_template_kwargs", f"is {shown(kwargs)}; must be an object")
-    if kwargs := {**_effort(body), **(kwargs or {})}:
+    kwargs = optional(object_of, "chat_template_kwargs", body.get("chat_template_kwargs"))
+    if kwargs := {**effort_variables("reasoning_effort", body.get("reasoning_effort")), **(kwargs or {})}:
         chat.template_kwargs_json = json.dumps(kwargs, ensure_ascii=False)
 
 
-def _effort(body: Mapping[str, Any]) -> dict[str, Any]:
-    """reasoning_effort as variables of templates; `none` disables reasoning if the template supports that."""
-    effort = body.get("reasoning_effort")
+def effort_variables(name: str, effort: Any) -> dict[str, Any]:
+    """An effort as variables of templates; `none` disables reasoning if the template supports that."""
     if effort is None:
         return {}
-    if effort not in EFFORTS:
-        raise invalid("reasoning_effort", f"is {shown(effort)}; must be one of {', '.join(EFFORTS)}")
-    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
+    off = {"enable_thinking": False} if effort == "none" else {}
+    return {"reasoning_effort": one_of(name, effort, EFFORTS), **off}
 
 
 def _set_tools(chat: pb.Chat, body: Mapping[str, Any]) -> None:
-    tools, choice = body.get("tools"), body.get("tool_choice")
-    if tools is not None and not isinstance(tools, list):
-        raise invalid("tools", f"is {shown(tools)}; must be a list")
+    tools, choice = optional(list_of, "tools", body.get("tools")), body.get("tool_choice")
     if tools:
         chat.tools_json = json.dumps(tools, ensure_ascii=False)
     if isinstance(choice, dict):
@@ -193,13 +163,3 @@ def _chosen_name(choice: Mapping[str, Any]) -> str:
     if choice.get("type") != "function" or not isinstance(name, str) or not name:
         raise invalid("tool_choice", 'must be {"type": "function", "function": {"name": ...}} to name a tool')
     return name
-
-
-def flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
-    """A boolean field of the body. Raises InvalidRequestError."""
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise invalid(name, f"is {shown(value)}; must be true or false")
-    return value

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.http.json_text import encoded_list, joined_lists
-
-Json = dict[str, Any]
+from gateway_svc.http.values import Json
 
 TEXT_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 LOWEST = -9999.0  # OpenAI's value for minus infinity, which JSON cannot express

@@ -12,10 +12,10 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.http import fields
-from gateway_svc.http.fields import ignored_names, invalid, number_of, shown
+from gateway_svc.http.fields import ignored_names
 from gateway_svc.http.json_text import encode, encoded_list
-from gateway_svc.http.openai.bodies import body_of, model_name, pooled_inputs, text_value
-from gateway_svc.http.openai.chat import flag
+from gateway_svc.http.openai.bodies import body_of, pooled_inputs
+from gateway_svc.http.values import flag, invalid, number_of, one_of, shown, text, text_of
 from gateway_svc.request.cost import check_pooled_cost
 from request_fields.fields import MAX_UINT32, FieldError
 from svc_common.errors import InvalidRequestError
@@ -65,25 +65,20 @@ def embeddings_of(data: bytes) -> Embeddings:
     is_base64 = _is_base64(body)
     request = _embed_request(body)
     if (pooling := body.get("pooling")) is not None:
-        if not isinstance(pooling, str) or pooling not in POOLING:
-            raise invalid("pooling", f"is {shown(pooling)}; must be one of {', '.join(POOLING)}")
-        request.pooling = POOLING[pooling]
+        request.pooling = POOLING[one_of("pooling", pooling, POOLING)]
     _set_vector(body, request)
     return Embeddings(request, is_base64, ignored_names(fields.EMBEDDINGS, body))
 
 
 def _is_base64(body: Mapping[str, Any]) -> bool:
-    encoding = body.get("encoding_format") or "float"
-    if encoding not in FORMATS:
-        raise invalid("encoding_format", f"is {shown(encoding)}; must be one of {', '.join(FORMATS)}")
-    return bool(encoding == "base64")
+    return one_of("encoding_format", body.get("encoding_format") or "float", FORMATS) == "base64"
 
 
 def _embed_request(body: Mapping[str, Any]) -> pb.EmbedRequest:
     return pb.EmbedRequest(
-        model=model_name(body),
+        model=text(body, "model"),
         inputs=pooled_inputs(body.get("input")),
-        prompt_name=_optional_text(body, "prompt_name"),
+        prompt_name=text(body, "prompt_name"),
         truncate=_truncates(body),
         scheduling=scheduling_of(body),
     )
@@ -99,9 +94,7 @@ def _set_vector(body: Mapping[str, Any], request: pb.EmbedRequest) -> None:
 def pooling_of(data: bytes) -> PoolingBody:
     """Parse a body of /pooling. Raises InvalidRequestError."""
     body = body_of(data)
-    task = body.get("task")
-    if task is not None and task not in TASKS:
-        raise invalid("task", f"is {shown(task)}; must be one of {', '.join(TASKS)}")
+    task = None if body.get("task") is None else one_of("task", body["task"], TASKS)
     request = _embed_request(body)
     _set_vector(body, request)
     is_raw = not flag(body, "use_activation", default=True)
@@ -128,7 +121,7 @@ def score_of(data: bytes) -> Scores:
 def rerank_of(data: bytes) -> Scores:
     """Parse a body of /v1/rerank, in the shape of Jina and Cohere. Raises InvalidRequestError."""
     body = body_of(data)
-    query = text_value("query", body.get("query"))
+    query = text_of("query", body.get("query"))
     given = body.get("documents")
     if not isinstance(given, list) or not given:
         raise invalid("documents", "must be a list of strings, or of objects with `text`")
@@ -214,9 +207,9 @@ def _score_request(
         raise InvalidRequestError(str(error), field=error.field) from None
     pairs = zip(queries, documents, strict=True)
     return pb.ScoreRequest(
-        model=model_name(body),
+        model=text(body, "model"),
         pairs=[pb.TextPair(query=query, document=document) for query, document in pairs],
-        instruction=_optional_text(body, "instruction"),
+        instruction=text(body, "instruction"),
         truncate=_truncates(body),
         scheduling=scheduling_of(body),
     )
@@ -238,10 +231,6 @@ def _truncates(body: Mapping[str, Any]) -> bool:
     return flag(body, "truncate", default=False) or tokens == -1
 
 
-def _optional_text(body: Mapping[str, Any], name: str) -> str:
-    return "" if body.get(name) is None else text_value(name, body[name])
-
-
 def positive(body: Mapping[str, Any], name: str) -> int:
     """A positive integer of a body. Raises InvalidRequestError."""
     value = number_of(body[name])
@@ -252,9 +241,9 @@ def positive(body: Mapping[str, Any], name: str) -> int:
 
 def _texts(name: str, value: Any) -> list[str]:
     if isinstance(value, list) and value:
-        return [text_value(f"{name}[{i}]", item) for i, item in enumerate(value)]
-    return [text_value(name, value)]
+        return [text_of(f"{name}[{i}]", item) for i, item in enumerate(value)]
+    return [text_of(name, value)]
 
 
 def _document(name: str, value: Any) -> str:
-    return text_value(f"{name}.text", value.get("text")) if isinstance(value, dict) else text_value(name, value)
+    return text_of(f"{name}.text", value.get("text")) if isinstance(value, dict) else text_of(name, value)

@@ -9,10 +9,11 @@ from typing import Any
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.http import fields
-from gateway_svc.http.fields import ignored_names, invalid, shown
+from gateway_svc.http.fields import ignored_names
 from gateway_svc.http.json_text import encode, encoded_list
-from gateway_svc.http.openai.bodies import body_of, model_name, pooled_inputs
+from gateway_svc.http.openai.bodies import body_of, pooled_inputs
 from gateway_svc.http.pooling.bodies import as_base64, positive, scheduling_of
+from gateway_svc.http.values import invalid, list_of, one_of, shown, text, text_of
 
 INPUT_TYPES: Mapping[str, Sequence[str]] = {  # names of a model's prompts for each type, the first one that it has
     "search_query": ("search_query", "query"),
@@ -45,24 +46,15 @@ class CohereEmbeddings:
 def cohere_embeddings_of(data: bytes) -> CohereEmbeddings:
     """Parse a body of /v2/embed. Raises InvalidRequestError."""
     body = body_of(data)
-    texts = body.get("texts")
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise invalid("texts", f"is {shown(texts)}; must be a list of strings")
-    cut = body.get("truncate") or "END"
-    if not isinstance(cut, str) or cut not in TRUNCATIONS:
-        raise invalid("truncate", f"is {shown(cut)}; must be one of {', '.join(TRUNCATIONS)}")
+    given = list_of("texts", body.get("texts"), "strings")
+    texts = [text_of(f"texts[{i}]", item) for i, item in enumerate(given)]
+    cut = one_of("truncate", body.get("truncate") or "END", TRUNCATIONS)
     types = ["float"] if body.get("embedding_types") is None else body["embedding_types"]
-    if (
-        not isinstance(types, list)
-        or not types
-        or not all(isinstance(kind, str) and kind in ENCODINGS for kind in types)
-    ):
-        raise invalid("embedding_types", f"must be a list of {', '.join(ENCODINGS)}")
-    input_type = body.get("input_type") or ""
-    if not isinstance(input_type, str):
-        raise invalid("input_type", f"is {shown(input_type)}; must be a string")
+    if not isinstance(types, list) or not types:
+        raise invalid("embedding_types", f"is {shown(types)}; must be a list of {', '.join(ENCODINGS)}")
+    kinds = [one_of(f"embedding_types[{i}]", kind, ENCODINGS) for i, kind in enumerate(types)]
     request = pb.EmbedRequest(
-        model=model_name(body),
+        model=text(body, "model"),
         inputs=pooled_inputs(texts, "texts"),
         truncate=TRUNCATIONS[cut],
         scheduling=scheduling_of(body),
@@ -72,7 +64,9 @@ def cohere_embeddings_of(data: bytes) -> CohereEmbeddings:
     for image in ("images", "inputs"):
         if body.get(image):
             raise invalid(image, "is not served by this version; send texts")
-    return CohereEmbeddings(request, input_type, list(dict.fromkeys(types)), ignored_names(fields.COHERE_EMBED, body))
+    return CohereEmbeddings(
+        request, text(body, "input_type"), list(dict.fromkeys(kinds)), ignored_names(fields.COHERE_EMBED, body)
+    )
 
 
 def encoded_cohere(reply: pb.EmbedResponse, asked: CohereEmbeddings) -> bytes:

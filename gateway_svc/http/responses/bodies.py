@@ -10,22 +10,13 @@ from typing import Any
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.http import fields
-from gateway_svc.http.fields import ignored_names, invalid, path_names, set_parameters, shown
+from gateway_svc.http.fields import ignored_names, path_names, set_parameters
 from gateway_svc.http.openai.bodies import body_of
-from gateway_svc.http.openai.chat import EFFORTS, TOOL_CHOICES, flag
+from gateway_svc.http.openai.chat import TOOL_CHOICES, effort_variables
 from gateway_svc.http.responses.events import HEAD_DEFAULTS
 from gateway_svc.http.responses.items import items_of, messages_of
-from gateway_svc.http.responses.tools import (
-    BUILT_IN,
-    CUSTOM,
-    FUNCTION,
-    NAMESPACE,
-    Json,
-    Tools,
-    flat_name,
-    found_in,
-    tools_of,
-)
+from gateway_svc.http.responses.tools import BUILT_IN, CUSTOM, FUNCTION, NAMESPACE, Tools, flat_name, found_in, tools_of
+from gateway_svc.http.values import Json, flag, invalid, list_of, object_of, one_of, optional, shown, text
 
 MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
@@ -61,7 +52,7 @@ class ResponseBody:
 def response_request(data: bytes) -> ResponseBody:
     """Parse a body. Raises InvalidRequestError."""
     body = body_of(data)
-    request = pb.GenerateRequest(model=_string(body, "model"))
+    request = pb.GenerateRequest(model=text(body, "model"))
     set_parameters(fields.RESPONSES, body, request)
     items = items_of(body.get("input"))
     request.output.parse_chat = True
@@ -73,10 +64,10 @@ def response_request(data: bytes) -> ResponseBody:
     _set_reasoning(chat, body)
     return ResponseBody(
         request=request,
-        instructions=_string(body, "instructions"),
+        instructions=text(body, "instructions"),
         items=items,
         head=_head(body, request, items),
-        previous_id=_string(body, "previous_response_id"),
+        previous_id=text(body, "previous_response_id"),
         store=None if body.get("store") is None else flag(body, "store", default=True),
         is_stream=flag(body, "stream", default=False),
         is_background=flag(body, "background", default=False),
@@ -89,7 +80,6 @@ def response_request(data: bytes) -> ResponseBody:
 def _head(body: Mapping[str, Any], request: pb.GenerateRequest, items: Sequence[Json]) -> Json:
     """The fields that are known before the request starts. Clients require most of them."""
     sampling, stop = request.sampling, request.stop
-    text = body.get("text") or {}
     reasoning = body.get("reasoning") or {}
     return {
         "object": "response",
@@ -104,7 +94,7 @@ def _head(body: Mapping[str, Any], request: pb.GenerateRequest, items: Sequence[
         "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
         "service_tier": "default",
         "temperature": sampling.temperature if sampling.HasField("temperature") else 1.0,
-        "text": {"format": {"type": "text"}, **text},
+        "text": {"format": {"type": "text"}, **(body.get("text") or {})},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": [*(body.get("tools") or ()), *(tool for _, found in found_in(items) for tool in found or ())],
         "top_logprobs": request.output.logprobs,
@@ -112,25 +102,20 @@ def _head(body: Mapping[str, Any], request: pb.GenerateRequest, items: Sequence[
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "truncation": _truncation(body),
-        **{name: _string(body, name) or None for name in REPEATED},
+        **{name: text(body, name) or None for name in REPEATED},
     }
 
 
 def _set_logprobs(request: pb.GenerateRequest, include: Any) -> None:
     """Log probabilities are returned if `include` names them or `top_logprobs` is set."""
-    if include is not None and not isinstance(include, list):
-        raise invalid("include", f"is {shown(include)}; must be a list of strings")
-    if LOGPROBS in (include or ()):
+    if LOGPROBS in (optional(list_of, "include", include) or ()):
         request.output.logprobs = request.output.logprobs
     elif not request.output.logprobs:
         request.output.ClearField("logprobs")
 
 
 def _truncation(body: Mapping[str, Any]) -> str:
-    value = body.get("truncation") or "disabled"
-    if value not in ("auto", "disabled"):
-        raise invalid("truncation", f"is {shown(value)}; must be auto or disabled")
-    return str(value)
+    return one_of("truncation", body.get("truncation") or "disabled", ("auto", "disabled"))
 
 
 def _metadata(body: Mapping[str, Any]) -> Json:
@@ -175,42 +160,16 @@ def _set_choice(chat: pb.Chat, choice: Any) -> None:
 
 
 def _set_format(request: pb.GenerateRequest, body: Mapping[str, Any]) -> None:
-    text = body.get("text")
-    if text is None:
-        return
-    if not isinstance(text, dict):
-        raise invalid("text", f"is {shown(text)}; must be an object")
-    form = text.get("format") or {"type": "text"}
+    form = (optional(object_of, "text", body.get("text")) or {}).get("format") or {"type": "text"}
     kind = form.get("type") if isinstance(form, dict) else None
-    if kind == "json_schema":
-        if not isinstance(form.get("schema"), dict):
-            raise invalid("text.format.schema", f"is {shown(form.get('schema'))}; must be an object")
-        request.sampling.json_schema = json.dumps(form["schema"], ensure_ascii=False)
+    if one_of("text.format.type", kind, ("text", "json_schema", "json_object")) == "json_schema":
+        schema = object_of("text.format.schema", form.get("schema"))
+        request.sampling.json_schema = json.dumps(schema, ensure_ascii=False)
     elif kind == "json_object":
         request.sampling.json_object = True
-    elif kind != "text":
-        raise invalid("text.format.type", f"is {shown(kind)}; must be one of text, json_schema, json_object")
 
 
 def _set_reasoning(chat: pb.Chat, body: Mapping[str, Any]) -> None:
-    reasoning = body.get("reasoning")
-    if reasoning is None:
-        return
-    if not isinstance(reasoning, dict):
-        raise invalid("reasoning", f"is {shown(reasoning)}; must be an object")
-    effort = reasoning.get("effort")
-    if effort is None:
-        return
-    if effort not in EFFORTS:
-        raise invalid("reasoning.effort", f"is {shown(effort)}; must be one of {', '.join(EFFORTS)}")
-    off = {"enable_thinking": False} if effort == "none" else {}
-    chat.template_kwargs_json = json.dumps({"reasoning_effort": effort, **off})
-
-
-def _string(body: Mapping[str, Any], name: str) -> str:
-    value = body.get(name)
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise invalid(name, f"is {shown(value)}; must be a string")
-    return value
+    effort = (optional(object_of, "reasoning", body.get("reasoning")) or {}).get("effort")
+    if variables := effort_variables("reasoning.effort", effort):
+        chat.template_kwargs_json = json.dumps(variables)

@@ -20,7 +20,6 @@ from starlette.routing import Route
 
 from gateway_svc.answer.resuming import Resumed
 from gateway_svc.callers.caller import CANCELLED, OK, forked, record_request_id, scoped
-from gateway_svc.http.fields import invalid
 from gateway_svc.http.json_text import encode
 from gateway_svc.http.openai.answers import named_event
 from gateway_svc.http.replies import EventStream, Read, ignored_headers, json_reply, mark_conversation
@@ -28,7 +27,7 @@ from gateway_svc.http.responses.bodies import ResponseBody, response_request
 from gateway_svc.http.responses.events import Event, events_of
 from gateway_svc.http.responses.items import messages_of, with_ids
 from gateway_svc.http.responses.runs import ResponseRun, Source
-from gateway_svc.http.responses.tools import Json
+from gateway_svc.http.values import BOOLEANS, Json, invalid, one_of
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.records.store import StoredRecord, Update
 from gateway_svc.request.validation import REQUEST_ID
@@ -377,10 +376,8 @@ def _id_of(request: Request) -> str:
 def _stream_of(request: Request) -> tuple[bool, int]:
     """`stream` and `starting_after` of a query."""
     query = request.query_params
-    stream = query.get("stream", "false").lower()
-    if stream not in ("true", "false", "1", "0"):
-        raise invalid("stream", f"is {stream[:80]!r}; must be true or false")
-    return stream in ("true", "1"), _number(query, "starting_after", -1, -1, 2**53)
+    stream = BOOLEANS[one_of("stream", query.get("stream", "false").lower(), BOOLEANS)]
+    return stream, _number(query, "starting_after", -1, -1, 2**53)
 
 
 def _number(query: QueryParams, name: str, default: int, low: int, high: int) -> int:

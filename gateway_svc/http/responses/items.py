@@ -7,19 +7,10 @@ from typing import Any
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.http.fields import invalid, shown
 from gateway_svc.http.openai.chat import image_part, set_parts
 from gateway_svc.http.responses.events import MESSAGE, REASONING, item_id
-from gateway_svc.http.responses.tools import (
-    ADDITIONAL,
-    KINDS,
-    NAMESPACE,
-    OUTPUTS,
-    Json,
-    arguments_of,
-    flat_name,
-    output_of,
-)
+from gateway_svc.http.responses.tools import ADDITIONAL, KINDS, NAMESPACE, OUTPUTS, arguments_of, flat_name, output_of
+from gateway_svc.http.values import Json, invalid, object_of, one_of, shown, text_at
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -50,14 +41,11 @@ def messages_of(items: Sequence[Json], where: str = "input") -> list[pb.ChatMess
     return messages
 
 
-def _item_of(where: str, item: Any) -> Json:
-    if not isinstance(item, dict):
-        raise invalid(where, f"is {shown(item)}; must be an object")
-    kind = item.get("type", MESSAGE)
-    if kind != MESSAGE:
+def _item_of(where: str, value: Any) -> Json:
+    item = object_of(where, value)
+    if item.get("type", MESSAGE) != MESSAGE:
         return item
-    if item.get("role") not in ROLES:
-        raise invalid(f"{where}.role", f"is {shown(item.get('role'))}; must be one of {', '.join(ROLES)}")
+    one_of(f"{where}.role", item.get("role"), ROLES)
     content = item.get("content")
     if isinstance(content, str):
         part = "output_text" if item["role"] == "assistant" else "input_text"
@@ -79,13 +67,13 @@ def _add(messages: list[pb.ChatMessage], where: str, item: Json) -> None:
         _turn(messages, is_taken=lambda last: True).reasoning = _reasoning_of(where, item)
     elif kind in KINDS:
         call = _turn(messages, is_taken=lambda last: False).tool_calls.add()
-        namespace = _string(where, item, NAMESPACE) if item.get(NAMESPACE) else ""
-        name = _string(where, item, "name") if KINDS[kind].text else KINDS[kind].tool
-        call.id, call.name = _string(where, item, "call_id"), flat_name(namespace, name)
+        namespace = text_at(where, item, NAMESPACE) if item.get(NAMESPACE) else ""
+        name = text_at(where, item, "name") if KINDS[kind].text else KINDS[kind].tool
+        call.id, call.name = text_at(where, item, "call_id"), flat_name(namespace, name)
         call.arguments = arguments_of(where, item)
     elif kind in OUTPUTS:
         call_id = "call_id" if "call_id" in item or kind != "local_shell_call_output" else "id"
-        messages.append(pb.ChatMessage(role="tool", tool_call_id=_string(where, item, call_id)))
+        messages.append(pb.ChatMessage(role="tool", tool_call_id=text_at(where, item, call_id)))
         _set_content(messages[-1], f"{where}.output", output_of(where, item))
     elif kind != ADDITIONAL:
         known = (MESSAGE, REASONING, *KINDS, *OUTPUTS, ADDITIONAL)
@@ -102,12 +90,6 @@ def _turn(messages: list[pb.ChatMessage], is_taken: Callable[[pb.ChatMessage], b
 def _reasoning_of(where: str, item: Json) -> str:
     """The text of reasoning, or its summary if there is no text. Encrypted reasoning of other servers has neither."""
     return _text_of(f"{where}.content", item.get("content") or item.get("summary") or [])
-
-
-def _string(where: str, item: Json, name: str) -> str:
-    if not isinstance(item.get(name), str):
-        raise invalid(f"{where}.{name}", f"is {shown(item.get(name))}; must be a string")
-    return str(item[name])
 
 
 def _set_content(message: pb.ChatMessage, where: str, parts: Any) -> None:
@@ -135,13 +117,9 @@ def _text_of(where: str, parts: Any) -> str:
 
 
 def _part_text(where: str, part: Any) -> str:
-    if not isinstance(part, Mapping):
-        raise invalid(where, f"is {shown(part)}; must be an object")
-    if part.get("type") == "refusal" and isinstance(part.get("refusal"), str):
+    if object_of(where, part).get("type") == "refusal" and isinstance(part.get("refusal"), str):
         return str(part["refusal"])
     if part.get("type") not in TEXT_PARTS:
         words = f"is {shown(part.get('type'))}; must be one of {', '.join(TEXT_PARTS)}, or input_image of a user"
         raise invalid(f"{where}.type", words)
-    if not isinstance(part.get("text"), str):
-        raise invalid(f"{where}.text", f"is {shown(part.get('text'))}; must be a string")
-    return str(part["text"])
+    return text_at(where, part, "text")

@@ -26,7 +26,7 @@ from gateway_svc.http.responses.events import (
     ResponseEnd,
     ResponseEvents,
 )
-from gateway_svc.http.responses.tools import Json
+from gateway_svc.http.values import Json
 from svc_common.errors import ServiceError, TakenOverError, UnavailableError, shown_error
 from svc_common.tasks import cancel
 

@@ -10,14 +10,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-from gateway_svc.http.fields import invalid, shown
+from gateway_svc.http.values import Json, invalid, list_of, object_of, optional, shown, text_at, text_of
 from gateway_svc.request.tools import MAX_TOOLS
 from gateway_svc.text.lark import slashed
 from grammars.schemas import INPUT, INPUT_GRAMMAR
-
-Json: TypeAlias = dict[str, Any]
 
 NAMESPACE = "namespace"  # type of a tool that has tools, and the field of their calls
 FUNCTION, CUSTOM, SEARCH, LOCAL_SHELL, SHELL = "function", "custom", "tool_search", "local_shell", "shell"
@@ -108,13 +106,9 @@ def tools_of(tools: Any, items: Sequence[Json]) -> Tools:
 
 def each_tool(where: str, tools: Any) -> Iterator[tuple[str, str, Json]]:
     """The field and the namespace of each tool of a list, and the tool. Raises InvalidRequestError."""
-    if not isinstance(tools, list | None):
-        raise invalid(where, f"is {shown(tools)}; must be a list")
-    for i, tool in enumerate(tools or ()):
+    for i, tool in enumerate(optional(list_of, where, tools) or ()):
         place = f"{where}[{i}]"
-        if not isinstance(tool, dict):
-            raise invalid(place, f"is {shown(tool)}; must be an object")
-        if tool.get("type") != NAMESPACE:
+        if object_of(place, tool).get("type") != NAMESPACE:
             yield place, "", tool
             continue
         namespace, own = _name_of(place, tool, "a namespace"), tool.get("tools")
@@ -147,9 +141,7 @@ def _for_chat(where: str, namespace: str, tool: Json) -> tuple[str, Json]:
 
 def _function_of(where: str, tool: Json) -> Json:
     """The function of a custom tool. Its grammar stands in the schema, and for the model in the description."""
-    about, form = tool.get("description", ""), tool.get("format", {"type": "text"})
-    if not isinstance(about, str):
-        raise invalid(f"{where}.description", f"is {shown(about)}; must be a string")
+    about, form = text_of(f"{where}.description", tool.get("description", "")), tool.get("format", {"type": "text"})
     kind = form.get("type") if isinstance(form, dict) else None
     if kind == "text":
         return {"description": about, "parameters": ONE_INPUT}
@@ -265,9 +257,9 @@ def arguments_of(where: str, item: Json) -> str:
     """The arguments of an item of a call, as the model wrote them. Raises InvalidRequestError."""
     kind = KINDS[item["type"]]
     if kind.tool == FUNCTION:
-        return _text(where, item, "arguments")
+        return text_at(where, item, "arguments")
     if kind.tool == CUSTOM:
-        _text(where, item, INPUT)
+        text_at(where, item, INPUT)
     try:
         return json.dumps(kind.arguments(item), ensure_ascii=False)
     except (LookupError, TypeError, ValueError, AttributeError):
@@ -285,12 +277,6 @@ def output_of(where: str, item: Json) -> Any:
     output = item.get("output")
     is_shell = item["type"] == f"{SHELL}_call_output" and isinstance(output, list)
     return json.dumps(output, ensure_ascii=False) if is_shell else output
-
-
-def _text(where: str, item: Json, name: str) -> str:
-    if not isinstance(item.get(name), str):
-        raise invalid(f"{where}.{name}", f"is {shown(item.get(name))}; must be a string")
-    return str(item[name])
 
 
 HEAD = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')

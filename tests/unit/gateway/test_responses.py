@@ -35,7 +35,7 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_image"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
-    ({"input": "x", "truncation": "some"}, "truncation", "must be auto or disabled"),
+    ({"input": "x", "truncation": "some"}, "truncation", "must be one of auto, disabled"),
     ({"input": "x", "conversation": "c"}, "conversation", "is not served"),
     ({"input": "x", "temperature": 9}, "temperature", "must be a number from 0 to 2"),
     ({"input": "x", "max_output_tokens": "many"}, "max_output_tokens", "must be an integer"),
