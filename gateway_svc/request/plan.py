@@ -89,7 +89,7 @@ class Planner:
         Raises InvalidRequestError with the invalid field, or OverloadedError if too many grammars are being checked.
         """
         if replay is None and request.prompt.HasField("chat"):
-            size = len(request.prompt.chat.tools_json)
+            size = len(request.prompt.chat.tools_json) + request.sampling.ByteSize()
             grammar = await self._lane.run(size, answer_grammar, request, model, prompt.tools, prompt.ids, grammar)
         if grammar is not None and grammar.kind is GrammarKind.STRUCTURAL_TAG:
             grammar = await self._lane.run(len(grammar.text), tag_grammar, grammar, model)

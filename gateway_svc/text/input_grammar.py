@@ -68,10 +68,11 @@ TOKEN = re.compile(
     rf"(?P<low>{STRING})\s*\.\.\s*(?P<high>{STRING})|(?P<string>{STRING})(?P<fold>i\b)?|(?:(?://|\#)[^\n]*|->\s*{NAME})"
     rf"|/(?P<regex>(?:\\.|[^/\\])+)/(?P<flags>[imslux]*)|(?P<ignore>%ignore\b)"
     rf"|%import\s+common\s*(?:\.\s*(?P<one>\w+)(?:\s*->\s*(?P<own>{NAME}))?|\((?P<many>[\w\s,]*)\))"
-    rf"|(?m:^)[ \t]*[?!]*(?P<defined>{NAME})[ \t]*:(?!:)|(?P<name>{NAME})|(?P<other>[%~@<\[.:])",
+    rf"|(?m:^)[ \t]*[?!]*(?P<defined>{NAME})[ \t]*:(?!:)|(?P<name>{NAME})"
+    r"|(?P<other>[%~@<\[.:]|[\"/].*)",  # a string or an expression without an end is the rest of the text
     re.DOTALL,
 )
-CHAR = r"\\(?:x\{[^}]*\}|x[0-9A-Fa-f]{2}|u\{[^}]*\}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|[pP](?:\{[^}]*\}|.)|.)"
+CHAR = r"\\(?:[xu]\{[^}]{0,9}\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|[pP](?:\{[^}]{0,99}\}|.)|.)"
 CLASS = r"\[\^?\]?(?:\\.|[^\\\[\]])*\]"
 PART = re.compile(
     rf"(?P<char>{CHAR})|(?P<class>{CLASS})|(?P<syntax>\(\?(?P<flags>[a-zA-Z-]*)[:)]|\{{[0-9,]*\}}|[()|*+?^$])|.",

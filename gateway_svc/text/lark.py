@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from gateway_svc.text.input_grammar import plain, quoted
-from grammars.schemas import INPUT, INPUT_GRAMMAR, with_known_formats
+from grammars.schemas import INPUT, INPUT_GRAMMAR, GrammarError, with_known_formats
+from request_fields.fields import MAX_GRAMMAR_BYTES
 from request_fields.parameters import JSON_WHITESPACE, GrammarKind
 
 TokenId: TypeAlias = Callable[[str], int | None]
@@ -25,12 +26,13 @@ class Lark:
         self._markers: set[str] = set()
         self.add_markers(markers)
         self._rules: list[str] = []
+        self._num_free = 0  # characters that describe free text
 
     def add_markers(self, markers: Iterable[str]) -> None:
         """Write these texts as tokens from now on, if they are one token."""
         self._markers |= {one for one in markers if self.token_id(one) is not None}
         longest_first = sorted(self._markers, key=lambda one: (-len(one), one))
-        self._tokens = re.compile("|".join(f"({re.escape(one)})" for one in longest_first))
+        self._tokens = re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else "")
 
     def add(self, name: str, body: str) -> str:
         """Add a rule. Returns its name, made unique."""
@@ -88,7 +90,7 @@ class Lark:
     def add_text(self, markers: Iterable[str], opener: str = "") -> str:
         """Add text that is not empty, contains none of the markers and does not begin with the opener."""
         name = f"TEXT_{len(self._rules)}"
-        self._rules.append(f"{name}: {_other_text('/(?s:.+)/', markers, opener)}")
+        self._rules.append(f"{name}: {self._other_text('/(?s:.+)/', markers, opener)}")
         return name
 
     def until(self, marker: str, others: Iterable[str] = (), opener: str = "") -> str:
@@ -96,7 +98,7 @@ class Lark:
         and does not begin with the opener."""
         if self._tokens.pattern and self._tokens.match(marker):
             return f"{self.add_text((marker, *others), opener)}? {self.literal(marker)}"
-        return self._add_before(marker, _other_text("/(?s:.*)/", others, opener))
+        return self._add_before(marker, self._other_text("/(?s:.*)/", others, opener))
 
     def matching_until(self, marker: str, regexes: Sequence[str], *, may_be_empty: bool) -> str:
         """Add text that all regular expressions match, up to and including the marker."""
@@ -111,6 +113,16 @@ class Lark:
         self._rules.append(f"{name}[suffix={json.dumps(marker)}]: {body}")
         return name
 
+    def _other_text(self, text: str, markers: Iterable[str], opener: str) -> str:
+        """Text that contains none of the markers and does not begin with the opener, if there is one. Raises
+        GrammarError if the rules are too large, before they take the memory of all texts times all markers."""
+        begun = [rf"~/[ \t\r\n]*\{opener}(?s:.*)/"] if opener else []
+        rule = " & ".join([text, *map(_without, markers), *begun])
+        self._num_free += len(rule)
+        if self._num_free > MAX_GRAMMAR_BYTES:
+            raise GrammarError(f"it needs a grammar of more than {MAX_GRAMMAR_BYTES} bytes; exclude fewer texts")
+        return rule
+
     def literal(self, text: str) -> str:
         """A text; markers in it that are one token are written as this token."""
         parts = self._tokens.split(text) if self._tokens.pattern else [text]
@@ -122,12 +134,6 @@ class Lark:
     def text(self, start: str) -> str:
         """The grammar."""
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
-
-
-def _other_text(text: str, markers: Iterable[str], opener: str) -> str:
-    """Text that contains none of the markers and does not begin with the opener, if there is one."""
-    begun = [rf"~/[ \t\r\n]*\{opener}(?s:.*)/"] if opener else []
-    return " & ".join([text, *map(_without, markers), *begun])
 
 
 def _without(marker: str) -> str:

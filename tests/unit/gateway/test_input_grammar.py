@@ -138,7 +138,25 @@ def test_plain_text_stops_before_a_line_that_begins_with_a_marker() -> None:
 
 @pytest.mark.parametrize(
     "unit",
-    ["[", "/[a]", '"', "\\", "(", ".\\", "a-", "%import common", '"a"', "/(", "a:", "start: a\n", "b: b\n", "[^"],
+    [
+        "[",
+        "/[a]",
+        '"',
+        "\\",
+        "(",
+        ".\\",
+        "a-",
+        "%import common",
+        '"a"',
+        "/(",
+        "a:",
+        "start: a\n",
+        "b: b\n",
+        "[^",
+        r"\/",
+        r"\"",
+        r"\x{",
+    ],
 )
 def test_the_cost_of_a_definition_is_linear(unit: str) -> None:
     """A definition of the greatest size takes less than 0.3 s of processor time; a quadratic step takes minutes."""

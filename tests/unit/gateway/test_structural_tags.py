@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2 as types
 
+from gateway_svc.request import plan
+from gateway_svc.request.plan import Planner
+from gateway_svc.request.prompts.reader import PromptInput
+from gateway_svc.request.threads import Lane
 from gateway_svc.text.chat_output import ChatFormat
 from gateway_svc.text.reasoning import THINK
 from gateway_svc.text.tool_grammar import CallRules, tool_grammar
 from grammars.schemas import GrammarError
 from request_fields.parameters import GrammarKind
+from tests.unit.gateway.test_thinking import model_of
 from tests.unit.gateway.test_tool_grammar import tokenizer_with
 
 CITY = {
@@ -130,6 +139,8 @@ def test_reasoning_that_the_prompt_began_comes_first() -> None:
         ({"format": {"type": "or", "elements": []}}, r"format.elements is \[\]; must be a list"),
         ({"format": {"type": "tag", "begin": "a", "content": NUMBER, "end": 5}}, "format.end is 5; must be a string"),
         ({"format": {**TRIGGERED, "tags": TAGS * 300}}, "more than 512 tags"),
+        ({"format": {**TAGS[1], "end": [f"{i}" for i in range(1500)]}}, "a grammar of more than 131072 bytes"),
+        ({"format": {**TRIGGERED, "excludes": ["-" * 30_000]}}, "a grammar of more than 131072 bytes"),
     ],
 )  # fmt: skip
 def test_a_bad_structure_is_refused_by_name(tag: Any, words: str) -> None:
@@ -143,3 +154,16 @@ def test_a_deep_structure_is_refused() -> None:
         tag = {"type": "or", "elements": [tag]}
     with pytest.raises(GrammarError, match="nested"):
         accepts({"format": tag}, "", ())
+
+
+async def test_a_large_structure_after_reasoning_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat without tools has one too, so the size of the tools does not say what it costs."""
+    names, lane = list[str](), Lane(1, "reader", is_call=False)
+    monkeypatch.setattr(plan, "answer_grammar", lambda *args: names.append(threading.current_thread().name))
+    for size in (10, 10_000):
+        sampling = types.SamplingParams(structural_tag="x" * size)
+        request = pb.GenerateRequest(prompt=pb.Prompt(chat=pb.Chat()), sampling=sampling)
+        options: Any = {"request_id": "r", "grammar": None, "cache_salt": "", "replay": None}
+        await Planner(Mock(), lane).plan(request, model_of(THINK), PromptInput([1]), **options)
+    lane.close()
+    assert [name.startswith("reader") for name in names] == [False, True]
