@@ -320,8 +320,7 @@ class RedisPrefixIndex:
                 if not self.is_up:
                     await warn_of_eviction(self._redis)
             self._server.came_up()
-            # Until the server's generation is known, a restart that loses the batch would not be detected.
-            await self._check_generation(generation)
+            self._check_generation(generation)
         except BaseException:
             self._pending = batch | self._pending
             self._dirty = records | self._dirty
@@ -329,6 +328,8 @@ class RedisPrefixIndex:
 
     async def _execute(self, batch: dict[Entry, bool], records: dict[Holder, bool]) -> bytes | None:
         pipeline = self._redis.pipeline(transaction=False)
+        # Known before the first entry is written: a server that loses the entries loses the generation too.
+        pipeline.set(generation_key(self._prefix), f"{random.getrandbits(64):016x}", nx=True)
         pipeline.get(generation_key(self._prefix))
         floor, self._epoch_floor = self._epoch_floor, 0
         if floor:
@@ -348,7 +349,7 @@ class RedisPrefixIndex:
         except BaseException:
             self.record_scheduler_epoch(floor)
             raise
-        generation: bytes | None = answers[0]
+        generation: bytes | None = answers[1]
         return generation
 
     def _add_revision(self, pipeline: Any) -> None:
@@ -372,22 +373,9 @@ class RedisPrefixIndex:
         pipeline.hset(key, mapping=record)
         pipeline.pexpire(key, int(self._lease_ttl_s * 1000))
 
-    async def _check_generation(self, found: bytes | None) -> None:
-        """Detect data loss: a missing or new generation means that the server lost its data since the last write."""
-        if found is not None and found == self._generation:
-            return
-        if found is None:
-            found = await self._write_generation()
-        if self._generation is not None:
+    def _check_generation(self, found: bytes | None) -> None:
+        """Detect data loss: a new generation means that the server lost its data since the last write."""
+        if self._generation not in (None, found):
             log.warning("the prefix index was flushed; publishing everything again")
             self._needs_snapshot = True
         self._generation = found
-
-    async def _write_generation(self) -> bytes | None:
-        key = generation_key(self._prefix)
-        pipeline = self._redis.pipeline(transaction=False)
-        pipeline.set(key, f"{random.getrandbits(64):016x}", nx=True)
-        pipeline.get(key)
-        async with asyncio.timeout(self._timeout_s):
-            _, found = await pipeline.execute()
-        return found if isinstance(found, bytes) else None

@@ -483,19 +483,19 @@ async def test_the_index_survives_repeated_restarts_of_the_server(redis: Redis) 
     await comes_to(index, digests, {W0: 300})
 
 
-async def test_entries_lost_before_the_generation_is_known_are_rewritten(
+async def test_entries_lost_before_the_answer_to_the_first_write_is_read_are_rewritten(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_generation = RedisPrefixIndex._write_generation
+    execute = RedisPrefixIndex._execute
 
-    async def start_again(index: RedisPrefixIndex) -> bytes | None:
-        monkeypatch.setattr(RedisPrefixIndex, "_write_generation", write_generation)
-        redis.server.stop()
-        redis.server.start()
-        raise ConnectionError("the server has gone")
+    async def execute_and_flush(index: RedisPrefixIndex, *args: Any) -> bytes | None:
+        monkeypatch.setattr(RedisPrefixIndex, "_execute", execute)
+        found = await execute(index, *args)
+        redis.server.flush()
+        return found
 
-    monkeypatch.setattr(RedisPrefixIndex, "_write_generation", start_again)
-    index = redis.index()
+    monkeypatch.setattr(RedisPrefixIndex, "_execute", execute_and_flush)
+    index = redis.index(held=cached(W0, chain(2)))
     index.register_worker(*W0, "127.0.0.1:1")
     index.publish(cached(W0, chain(2)))
     await comes_to(index, chain(2), {W0: 2})
