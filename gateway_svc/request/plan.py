@@ -144,7 +144,8 @@ def plan_generation(
         max_tokens = encoder.resolve_max_tokens(stop, len(ids), start, model)
         encoder.check_output(request.output)
     is_plain = grammar is None or grammar.kind is GrammarKind.LARK  # another grammar has no reasoning
-    may_think = request.prompt.HasField("chat") or request.sampling.HasField("thinking_token_budget")
+    asks_budget = request.sampling.HasField("thinking_token_budget") or request.sampling.thinking_end_ids
+    may_think = request.prompt.HasField("chat") or asks_budget
     if may_think and replay is None and is_plain:
         thinking.set_budget(request, model, prompt.tools, ids, max_tokens)
     sampling = sampling_plan(request, model, max_tokens, grammar, drawn_seed=drawn_seed)

@@ -17,6 +17,7 @@ from gateway_svc.text.reasoning import ReasoningFormat
 from request_fields.fields import MAX_MARKER_IDS, MAX_THINKING_LAST_IDS, MAX_UINT32
 
 FIELD = "sampling.thinking_token_budget"
+MARKERS = "thinking_start_ids", "thinking_end_ids", "thinking_last_ids", "thinking_repeats"
 
 
 def set_budget(
@@ -25,10 +26,14 @@ def set_budget(
     """Set the budget of a new request and the token ids of the markers: the budget that it asks for, else that of its
     template's variables, but not so much that --min-answer-tokens do not fit in `max_tokens`.
 
-    Raises InvalidRequestError if the request asks for a budget that the model cannot have.
+    Raises InvalidRequestError if the request asks for a budget that the model cannot have, or for a part of one.
     """
     sampling, settings, chat = request.sampling, model.parsers.thinking, request.prompt.chat
     is_asked = sampling.HasField("thinking_token_budget")
+    needed = "thinking_end_ids" if not sampling.thinking_end_ids else "" if is_asked else "thinking_token_budget"
+    for name in MARKERS if needed else ():
+        if getattr(sampling, name):
+            raise invalid(f"sampling.{name}", f"is set, but sampling.{needed} is not; set both or none")
     if not (is_asked or chat.template_kwargs_json or (settings.answer_tokens and request.prompt.HasField("chat"))):
         return
     if sampling.thinking_end_ids or sampling.beam_width > 1:

@@ -125,6 +125,22 @@ def test_own_markers_stay() -> None:
     assert (found.thinking_token_budget, list(found.thinking_end_ids), found.thinking_start_ids) == (5, [9], [])
 
 
+@pytest.mark.parametrize(
+    ("given", "field", "needed"),
+    [
+        (SP(thinking_end_ids=[9]), "thinking_end_ids", "thinking_token_budget"),
+        (SP(thinking_end_ids=[9], thinking_last_ids=[8]), "thinking_end_ids", "thinking_token_budget"),
+        (SP(thinking_token_budget=5, thinking_start_ids=[9]), "thinking_start_ids", "thinking_end_ids"),
+        (SP(thinking_token_budget=5, thinking_last_ids=[9]), "thinking_last_ids", "thinking_end_ids"),
+        (SP(thinking_token_budget=5, thinking_repeats=True), "thinking_repeats", "thinking_end_ids"),
+    ],
+)
+def test_markers_are_given_with_their_budget(given: types.SamplingParams, field: str, needed: str) -> None:
+    """Those of the client and of the format are not mixed."""
+    with pytest.raises(InvalidRequestError, match=f"{field} is set, but sampling.{needed} is not"):
+        planned(model_of(ROWS[0]), sampling=given)
+
+
 def test_a_budget_that_a_model_cannot_have_is_refused_if_it_is_asked_for() -> None:
     bare, unknown = model_of(ROWS[0], markers=False), model_of(ROWS[0], "--reasoning-parser", "none")
     for model, words in ((bare, "the end marker </think> is not one token"), (unknown, "reasoning .* is not known")):
