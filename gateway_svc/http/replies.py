@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -16,7 +17,6 @@ from gateway_svc.callers.caller import annotate
 from gateway_svc.http.app import IGNORED_HEADER
 from gateway_svc.http.json_text import encode
 from gateway_svc.http.merge import Numbered
-from gateway_svc.http.openai.bodies import ignored_header
 from request_fields.fields import BY_PATH
 from svc_common.errors import ServiceError, shown_error
 
@@ -26,7 +26,8 @@ SSE_HEADERS = {
     "x-accel-buffering": "no",
 }
 PART_BYTES = 256 << 10  # written at once
-
+MAX_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_IGNORED_SHOWN = 32
 
 Read = Callable[[Request, Callable[[bytes], Any]], Any]
 """Reads the body of a request and parses it, in a thread if it is large."""
@@ -100,8 +101,10 @@ class EventStream:
 
 
 def ignored_headers(names: Sequence[str]) -> dict[str, str]:
-    """The header that names the ignored fields."""
-    return {IGNORED_HEADER: ignored_header(names)} if names else {}
+    """The header that names the ignored fields, if there are any. A name that is unsafe in a header becomes `?`."""
+    shown = [name if MAX_NAME.fullmatch(name) else "?" for name in names[:MAX_IGNORED_SHOWN]]
+    more = ["..."] if len(names) > MAX_IGNORED_SHOWN else []
+    return {IGNORED_HEADER: ", ".join([*shown, *more])} if names else {}
 
 
 def json_reply(value: dict[str, Any] | bytes, ignored: Sequence[str] = ()) -> Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,8 +36,6 @@ LOGPROBS = BodyField("logprobs", "output.logprobs")
 MAX_TIMEOUT_S = 86400
 MAX_INPUTS = 2048
 MAX_PROMPTS = 1024  # number of prompts in one body
-MAX_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-MAX_IGNORED_SHOWN = 32
 RESPONSE_FORMAT, STRUCTURED_OUTPUTS = "response_format", "structured_outputs"
 RESPONSE_FORMATS = "text, json_object, json_schema and structural_tag"
 OF_KEY = {row.name.removeprefix("guided_"): row for row in GUIDED}  # keys of structured_outputs
@@ -192,12 +189,6 @@ def infill_prompt(prefix: str, suffix: str, has_token: Callable[[str], bool]) ->
         if all(has_token(part) for part in format if part not in given):
             return "".join(given.get(part, part) for part in format)
     return None
-
-
-def ignored_header(names: Sequence[str]) -> str:
-    """The value of x-ignored-fields; empty if nothing was ignored. A name that is unsafe in a header becomes `?`."""
-    shown_names = [name if MAX_NAME.fullmatch(name) else "?" for name in names[:MAX_IGNORED_SHOWN]]
-    return ", ".join([*shown_names, *(["..."] if len(names) > MAX_IGNORED_SHOWN else [])])
 
 
 def _generation(

@@ -12,15 +12,16 @@ from quire.v1 import types_pb2
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.http import fields
+from gateway_svc.http.app import IGNORED_HEADER
 from gateway_svc.http.errors import error_body, error_headers
 from gateway_svc.http.openai.bodies import (
     Generation,
     chat_generation,
     completion_generation,
     detokenize_request,
-    ignored_header,
     tokenize_request,
 )
+from gateway_svc.http.replies import ignored_headers
 from gateway_svc.request.validation import check_generate
 from request_fields.fields import BY_PATH, FIELDS, Field, Kind
 from svc_common.errors import (
@@ -398,9 +399,9 @@ def test_timeout() -> None:
 def test_unknown_fields_are_listed_as_ignored() -> None:
     asked = chat(user="me", num_ctx=5, messages=[{"role": "user", "content": "a", "mood": "b"}])
     assert asked.ignored == ("user", "num_ctx", "messages.mood")
-    assert ignored_header(asked.ignored) == "user, num_ctx, messages.mood"
-    assert ignored_header(["a\r\nset-cookie: b", "é"]) == "?, ?"
-    assert ignored_header(["a"] * 40).endswith("a, ...")
+    assert ignored_headers(asked.ignored) == {IGNORED_HEADER: "user, num_ctx, messages.mood"}
+    assert ignored_headers(["a\r\nset-cookie: b", "é"]) == {IGNORED_HEADER: "?, ?"}
+    assert ignored_headers(["a"] * 40)[IGNORED_HEADER].endswith("a, ...")
 
 
 @pytest.mark.parametrize(
