@@ -27,7 +27,7 @@ from worker_svc.engine.config import (
 )
 from worker_svc.engine.kernels.machine import total_memory
 from worker_svc.kv_store.nixl_memory import has_nixl
-from worker_svc.simulator.runner import SimConfig
+from worker_svc.simulator.model import SimConfig
 
 GIB = 1 << 30
 DESCRIPTION = "Loads one Hugging Face checkpoint, holds its KV blocks and runs its steps for a scheduler."

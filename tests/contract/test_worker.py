@@ -24,7 +24,8 @@ from tests.contract.worker_fakes import (
 )
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.runner import Runner
-from worker_svc.simulator.runner import SimConfig, SimRunner
+from worker_svc.simulator.model import SimConfig
+from worker_svc.simulator.runner import SimRunner
 from worker_svc.steps.lease import NUM_KEPT_ANSWERS
 
 FAILED_PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION

@@ -33,7 +33,8 @@ from worker_svc.kv_store.outlets import Messages, SharedMemory, find_shared_memo
 from worker_svc.kv_store.record import Origin, RecordFormat
 from worker_svc.lifecycle import Lifecycle
 from worker_svc.servicer import WorkerServicer
-from worker_svc.simulator.runner import SimConfig, SimRunner
+from worker_svc.simulator.model import SimConfig
+from worker_svc.simulator.runner import SimRunner
 from worker_svc.steps.executor import StepExecutor
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_MOVED = 4, 24, 10

@@ -11,6 +11,7 @@ import xxhash
 
 from request_fields.checks import default_sampling
 from request_fields.sizes import SizeLimits
+from step_protocol.columns import U32
 from step_protocol.types import ImageInfo
 from worker_svc.engine.adapters.config import CONFIG_FILE, WEIGHTS_FILE, AdapterError, read_adapter_config
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, eos_token_ids, open_regular, read_object
@@ -74,6 +75,31 @@ def _image_shape(model: dict[str, Any]) -> ImageInfo | None:
     channels = int(vision.get("in_channels", 3))
     merge_size, patch_size = int(vision.get("spatial_merge_size", 2)), int(vision.get("patch_size", 14))
     return ImageInfo(int(model["image_token_id"]), merge_size, channels * patch_size**2, channels)
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    """The duration of a simulated step, and how output ends. Values are checked; ValueError names the field."""
+
+    step_ms: float = 5.0  # duration of every step with rows
+    prefill_tokens_per_s: float = 50_000.0  # adds time for tokens of rows that compute more than one
+    token_us: float = 0.0  # adds time for every row that computes one token
+    eos_probability: float = 0.0  # probability that an output token ends its sequence
+
+    def __post_init__(self) -> None:
+        for name in ("step_ms", "token_us"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if self.prefill_tokens_per_s <= 0:
+            raise ValueError(f"prefill_tokens_per_s must be above 0, got {self.prefill_tokens_per_s}")
+
+    def step_s(self, query_lens: U32) -> float:
+        """Duration of a step whose rows compute `query_lens` tokens."""
+        if not len(query_lens):
+            return 0.0
+        num_decodes = int((query_lens == 1).sum())
+        num_prefill_tokens = int(query_lens.sum()) - num_decodes
+        return self.step_ms / 1e3 + num_prefill_tokens / self.prefill_tokens_per_s + num_decodes * self.token_us / 1e6
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,38 +39,13 @@ from worker_svc.engine.sampling.grammars import RowMasks, compiled_grammars
 from worker_svc.engine.sampling.processors import ProcessedRows
 from worker_svc.engine.step import CheckedStep, RowErrors
 from worker_svc.engine.step_runner import StepRunner
-from worker_svc.simulator.model import SimAdapter, read_info, read_sim_adapter
+from worker_svc.simulator.model import SimAdapter, SimConfig, read_info, read_sim_adapter
 from worker_svc.simulator.pool import U64, Histories, SimPool, mix
 from worker_svc.simulator.tokens import GOLDEN, GREEDY_BELOW, read_vocabulary, start_digest
 
 log = logging.getLogger(__name__)
 
 POISON = np.uint64(GOLDEN)  # written by rows with a wrong context: matches no prefix
-
-
-@dataclass(frozen=True, slots=True)
-class SimConfig:
-    """The duration of a simulated step, and how output ends. Values are checked; ValueError names the field."""
-
-    step_ms: float = 5.0  # duration of every step with rows
-    prefill_tokens_per_s: float = 50_000.0  # adds time for tokens of rows that compute more than one
-    token_us: float = 0.0  # adds time for every row that computes one token
-    eos_probability: float = 0.0  # probability that an output token ends its sequence
-
-    def __post_init__(self) -> None:
-        for name in ("step_ms", "token_us"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        if self.prefill_tokens_per_s <= 0:
-            raise ValueError(f"prefill_tokens_per_s must be above 0, got {self.prefill_tokens_per_s}")
-
-    def step_s(self, query_lens: U32) -> float:
-        """Duration of a step whose rows compute `query_lens` tokens."""
-        if not len(query_lens):
-            return 0.0
-        num_decodes = int((query_lens == 1).sum())
-        num_prefill_tokens = int(query_lens.sum()) - num_decodes
-        return self.step_ms / 1e3 + num_prefill_tokens / self.prefill_tokens_per_s + num_decodes * self.token_us / 1e6
 
 
 class _RowHistories(RowPart):

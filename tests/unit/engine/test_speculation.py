@@ -16,7 +16,8 @@ from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
 from worker_svc.engine.speculation.drafts import RowDrafts
 from worker_svc.engine.step_runner import StepRunner
-from worker_svc.simulator.runner import SimConfig, SimRunner
+from worker_svc.simulator.model import SimConfig
+from worker_svc.simulator.runner import SimRunner
 
 REQUESTS: list[dict[str, Any]] = [
     {},

@@ -26,8 +26,9 @@ from tests.carried import random_embeddings, with_content_ids
 from tests.simulated_tokens import context_digest, extend_digest, sim_output, sim_token
 from tests.simulated_tokens import mix as mix_one
 from worker_svc.engine.config import EngineConfig
+from worker_svc.simulator.model import SimConfig
 from worker_svc.simulator.pool import digest_terms, mix
-from worker_svc.simulator.runner import SimConfig, SimRunner
+from worker_svc.simulator.runner import SimRunner
 from worker_svc.simulator.tokens import SimVocabulary, read_vocabulary
 
 SIZE = 4
