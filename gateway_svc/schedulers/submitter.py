@@ -32,7 +32,6 @@ class PrefixReader(Protocol):
 
     async def lookup(self, digests: Sequence[bytes]) -> Mapping[int, int]:
         """Cached blocks of a prompt by scheduler epoch."""
-        ...
 
 
 class Submission:

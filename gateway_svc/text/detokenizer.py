@@ -35,11 +35,9 @@ class SampleText(Protocol):
 
     def read(self, ids: Sequence[int]) -> tuple[str, int]:
         """Add ids. Returns the released text, and how many of the ids belong to the output."""
-        ...
 
     def flush(self) -> str:
         """End the text. Returns the text that was held back."""
-        ...
 
 
 class Detokenizer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from worker_svc.engine.recurrent import StatePool
 
 
+Cache: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # keys and values of one layer
 SITES = ("qkv", "o", "gate_up", "down")  # the linear layers of a layer; the order of `Site` in forward.cpp
 
 
@@ -425,11 +426,9 @@ class LinearMaker(Protocol):
     @property
     def copies_weights(self) -> bool:
         """`make_linear` keeps a copy of the weight, not of the bias."""
-        ...
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Prepares a weight [out, in]. Without `copies_weights` the result may refer to it, so it must not change."""
-        ...
 
 
 class LayerBackend(LinearMaker, Protocol):
@@ -447,7 +446,6 @@ class LayerBackend(LinearMaker, Protocol):
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor) -> None:
         """x [n, dim] += residual (if any), out = norm of x, or x if there is no norm. `out` may be x."""
-        ...
 
     def qk_norm_rope_store(
         self,
@@ -455,36 +453,26 @@ class LayerBackend(LinearMaker, Protocol):
         norms: tuple[Norm, Norm] | None,
         rotary: RotaryTable | None,
         batch: ForwardBatch,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: Cache,
         q_out: torch.Tensor,
         shape: HeadShape,
     ) -> None:
         """Splits fused qkv [T, heads, dim]; norms, rotates and scales q and k where given. Writes q to q_out
         [T, q_heads, dim], k and v to the slots of the batch. A norm spans as many numbers as its weight has."""
-        ...
 
     def paged_attention(
-        self,
-        q: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
-        batch: ForwardBatch,
-        out: torch.Tensor,
-        shape: AttentionShape,
+        self, q: torch.Tensor, cache: Cache, batch: ForwardBatch, out: torch.Tensor, shape: AttentionShape
     ) -> None:
         """Attention of q [T, q_heads, dim] over each row's table, into out of the same shape."""
-        ...
 
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         """out [n, dim] = activation(gate) * up, for gate_up [n, 2 * dim]. `clamped_swiglu`: that of GPT-OSS."""
-        ...
 
     def activation(self, x: torch.Tensor, activation: str) -> None:
         """x [n, dim] = activation(x)."""
-        ...
 
     def copy_blocks(self, pool: torch.Tensor, src: I64, dst: I64) -> None:
         """Copies blocks of pool [layers, num_blocks, ...] in all layers, in the given order."""
-        ...
 
 
 class Backend(LayerBackend, Protocol):
@@ -495,33 +483,27 @@ class Backend(LayerBackend, Protocol):
     @property
     def num_weight_bytes(self) -> int:
         """Size of the weights that the backend has packed."""
-        ...
 
     def end_load(self) -> None:
         """The weights of the model are complete. Work on their memory that serving needs not wait for begins."""
-        ...
 
     def pack_adapter(self, adapter: Adapter, num_layers: int) -> PackedAdapter:
         """Prepares an adapter. May be called by any thread."""
-        ...
 
     def add_adapters(
         self, layer: int, site: int, rows: Sequence[tuple[PackedAdapter, I32]], x: torch.Tensor, y: torch.Tensor
     ) -> None:
         """y [n, out] += what each adapter adds to its rows of x [n, in] at one site: b(a(x)), rounded after a, and once
         more with y. No row has two adapters."""
-        ...
 
     def gate_outputs(self, out: torch.Tensor, gate: torch.Tensor) -> None:
         """out [n, dim] *= sigmoid(gate), rounded once."""
-        ...
 
     def recurrent(
         self, weights: RecurrentWeights, states: StatePool, index: int, batch: ForwardBatch, projected: torch.Tensor
     ) -> torch.Tensor:
         """The outputs [T, num_values] of recurrent layer `index` for the projections of all tokens. Advances the states
         of the batch's rows, and takes its snapshots."""
-        ...
 
     def latent_rope_store(
         self,
@@ -537,7 +519,6 @@ class Backend(LayerBackend, Protocol):
         """Rows of q [T, heads * query_dim] and latents [T, rank + rope_dim] may be parts of longer rows. Norms the
         latents and rotates the rest, into the slots of cache [num_blocks, block_size, width]. Rotates the last numbers
         of each query, into those of q_out [T, heads, width] after the first `rank`. Fills both up with zeros."""
-        ...
 
     def latent_attention(
         self,
@@ -549,35 +530,28 @@ class Backend(LayerBackend, Protocol):
         scale: float,
     ) -> None:
         """Causal attention of q [T, heads, width] over each row's latents, into out [T, heads, rank]."""
-        ...
 
     def experts(
         self, x: torch.Tensor, router_logits: torch.Tensor, experts: ExpertLinears, activation: str, out: torch.Tensor
     ) -> None:
         """out [n, dim] = the sum of the outputs of each token's experts times their shares, in the order of `Routing`,
         for router_logits [n, num_logits]."""
-        ...
 
     def soft_cap(self, x: torch.Tensor, cap: float) -> None:
         """x = cap * tanh(x / cap)."""
-        ...
 
     def process_logits(self, logits: torch.Tensor, selected: Any) -> None:
         """Changes float32 logits [S, vocab] in place, of the `ProcessedRows` that processors.py selects, as it says."""
-        ...
 
     def sample(self, logits: torch.Tensor, columns: SamplingColumns) -> tuple[U32, npt.NDArray[np.bool_]]:
         """Tokens [S] for processed logits [S, vocab] as noise.py specifies, and a mask of rows with NaN or no finite
         number."""
-        ...
 
     def logprobs(self, logits: torch.Tensor, lines: I64, token_ids: U32, num_top: int) -> TopLogprobs:
         """Log probabilities of `token_ids` [n] and of the `num_top` most likely tokens, from the rows `lines` [n] of
         logits [.., vocab], as logprobs.py specifies."""
-        ...
 
     def filter_logits(self, logits: torch.Tensor, lines: I64, columns: SamplingColumns) -> tuple[torch.Tensor, U32]:
         """The values [n, vocab], float32, of the processed distributions of the rows `lines` [n] of processed logits
         [.., vocab], as logprobs.py specifies, and the number of ids [n] that have one. `columns` are of these n rows.
         A row with NaN, +inf or no finite number has NaN and 0."""
-        ...

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from worker_svc.engine.backend import AttentionShape, ForwardBatch, LayerBackend, Linear, Norm, RotaryTable
+from worker_svc.engine.backend import AttentionShape, Cache, ForwardBatch, LayerBackend, Linear, Norm, RotaryTable
 from worker_svc.engine.checkpoint.architecture import NormKind
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 
-Cache = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer
 QUICK_GELU = 1.702
 
 

@@ -65,7 +65,6 @@ class PromptReader(Protocol):
         self, request: pb.GenerateRequest, model: ServedModel, known_ids: Sequence[int] | None, context: ReadContext
     ) -> PromptInput:
         """The prompt of a generation. `known_ids`: its ids, if a record has them."""
-        ...
 
 
 def has_images(chat: pb.Chat) -> bool:

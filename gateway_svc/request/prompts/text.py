@@ -34,7 +34,6 @@ class TokenReader(Protocol):
         most: int | None = None,
     ) -> PromptInput:
         """Raises TooManyTokensError for a text with far more than `most` tokens."""
-        ...
 
 
 class TokenPromptReader:

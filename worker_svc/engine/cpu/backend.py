@@ -20,6 +20,7 @@ from worker_svc.engine.backend import (
     AttentionShape,
     Backend,
     BackendUnavailableError,
+    Cache,
     ExpertLinears,
     ForwardBatch,
     HeadShape,
@@ -132,7 +133,7 @@ class CpuBackend:
         norms: tuple[Norm, Norm] | None,
         rotary: RotaryTable | None,
         batch: ForwardBatch,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: Cache,
         q_out: torch.Tensor,
         shape: HeadShape,
     ) -> None:
@@ -151,12 +152,7 @@ class CpuBackend:
         )
 
     def paged_attention(
-        self,
-        q: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
-        batch: ForwardBatch,
-        out: torch.Tensor,
-        shape: AttentionShape,
+        self, q: torch.Tensor, cache: Cache, batch: ForwardBatch, out: torch.Tensor, shape: AttentionShape
     ) -> None:
         heads, bias = shape.heads, shape.bias
         biases = (None, 0, 0) if bias is None else (bias.values, bias.zero, bias.values.shape[1])

@@ -19,6 +19,7 @@ from worker_svc.engine.adapters.packed import low_ranks
 from worker_svc.engine.backend import (
     Adapter,
     AttentionShape,
+    Cache,
     ExpertLinears,
     ForwardBatch,
     HeadShape,
@@ -96,7 +97,7 @@ class ReferenceBackend:
         norms: tuple[Norm, Norm] | None,
         rotary: RotaryTable | None,
         batch: ForwardBatch,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: Cache,
         q_out: torch.Tensor,
         shape: HeadShape,
     ) -> None:
@@ -114,12 +115,7 @@ class ReferenceBackend:
         cache[1][blocks, :, offsets] = v
 
     def paged_attention(
-        self,
-        q: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
-        batch: ForwardBatch,
-        out: torch.Tensor,
-        shape: AttentionShape,
+        self, q: torch.Tensor, cache: Cache, batch: ForwardBatch, out: torch.Tensor, shape: AttentionShape
     ) -> None:
         row_of_token = np.repeat(np.arange(len(batch.rows)), np.diff(batch.query_starts))
         tables = torch.from_numpy(batch.tables[batch.rows]).long()[torch.from_numpy(row_of_token)]
@@ -268,7 +264,7 @@ def _key_lens(batch: ForwardBatch) -> npt.NDArray[np.int32]:
 
 def _attend(
     q: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
+    cache: Cache,
     tables: torch.Tensor,
     positions: torch.Tensor,
     key_lens: torch.Tensor | None,
@@ -323,7 +319,7 @@ def _sights(
 
 
 def _gather(
-    cache: tuple[torch.Tensor, torch.Tensor], tables: torch.Tensor, keys: torch.Tensor, is_visible: torch.Tensor
+    cache: Cache, tables: torch.Tensor, keys: torch.Tensor, is_visible: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [tokens, kv_heads, dim, KEY_TILE] and values [tokens, kv_heads, KEY_TILE, dim], 0 if not visible."""
     block_size = cache[0].shape[-1]

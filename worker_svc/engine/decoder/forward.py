@@ -38,66 +38,52 @@ class StepOperations(Protocol):
 
     def embed(self) -> torch.Tensor:
         """Input embeddings [T, hidden]."""
-        ...
 
     def linear(
         self, linear: Linear, x: torch.Tensor, index: int, site: int, onto: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The output of a linear layer, with what adapters add to their rows of it. With `onto` it is added to that
         output of the linear layer before."""
-        ...
 
     def linear_of_norm(
         self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, index: int, site: int
     ) -> torch.Tensor:
         """x += residual; `linear` of the norm of x."""
-        ...
 
     def attend(self, qkv: torch.Tensor, index: int) -> torch.Tensor:
         """Stores keys and values; the attention output [T, q_heads * head_dim]."""
-        ...
 
     def recur(self, layer: RecurrentWeights, projected: torch.Tensor, index: int) -> torch.Tensor:
         """Advances the states of a recurrent layer; its output [T, num_values]."""
-        ...
 
     def attend_latents(self, part: LatentAttention, joined: torch.Tensor, index: int) -> torch.Tensor:
         """Stores latents; the attention output [T, heads * rank]. joined: see `LatentAttention`."""
-        ...
 
     def expand_latents(self, part: LatentAttention, attended: torch.Tensor) -> torch.Tensor:
         """The output [n, heads * value_dim] of the heads for attended latents [n, heads * rank]."""
-        ...
 
     def keep_heads(self, *rows: torch.Tensor) -> list[torch.Tensor]:
         """Of tensors [T, ..], the rows of the tokens whose states are needed after the last layer."""
-        ...
 
     def activated(self, gate_up: torch.Tensor, index: int) -> torch.Tensor:
         """The activation of [gate | up], or of up alone."""
-        ...
 
     def experts(
         self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None
     ) -> torch.Tensor:
         """x += residual; the experts' output for the norm of x."""
-        ...
 
     def output(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """The norm of a part's output x times `residual_scale`, in place. With several ranks x is summed before."""
-        ...
 
     def add(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """x += other."""
-        ...
 
     def end_attention(self, x: torch.Tensor, output: torch.Tensor, index: int) -> None:
         """May add to what attention leaves, x + output, in place."""
-        ...
 
     def end_layer(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:
         """May add to the output of a layer, x + residual, in place."""
-        ...
 
 
 def compute_layers(operations: StepOperations, layers: Sequence[Layer]) -> tuple[torch.Tensor, torch.Tensor | None]:

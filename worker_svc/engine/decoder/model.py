@@ -59,21 +59,17 @@ class FusedForward(Protocol):
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [S, vocab], valid until the next call."""
-        ...
 
     @property
     def hidden(self) -> torch.Tensor:
         """See `DecoderModel.hidden`."""
-        ...
 
     @property
     def captured(self) -> torch.Tensor:
         """See `DecoderModel.captured`."""
-        ...
 
     def in_slices(self, batch: ForwardBatch, size: int) -> Iterator[torch.Tensor]:
         """The same logits, at most `size` rows at a time. Each slice overwrites the previous one."""
-        ...
 
 
 @runtime_checkable
@@ -82,7 +78,6 @@ class Fuser(Protocol):
 
     def fuse(self, parts: DecoderParts, pool: KVCachePool) -> FusedForward | None:
         """None if this model must run operation by operation."""
-        ...
 
 
 class DecoderModel:

@@ -60,7 +60,6 @@ class FourBitLinearMaker(Protocol):
 
     def make_four_bit_linear(self, rows: FourBitRows, bias: torch.Tensor | None) -> Linear | None:
         """None: it does not compute these, so they are converted."""
-        ...
 
 
 def _in_factors(stored: Stored, weight: torch.Tensor) -> torch.Tensor:

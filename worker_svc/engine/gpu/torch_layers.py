@@ -13,6 +13,7 @@ from step_protocol.columns import I64
 from worker_svc.engine.backend import (
     AttentionShape,
     BackendUnavailableError,
+    Cache,
     ForwardBatch,
     HeadShape,
     Linear,
@@ -51,7 +52,7 @@ class TorchLayers:
         norms: tuple[Norm, Norm] | None,
         rotary: RotaryTable | None,
         batch: ForwardBatch,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: Cache,
         q_out: torch.Tensor,
         shape: HeadShape,
     ) -> None:
@@ -64,12 +65,7 @@ class TorchLayers:
         cache[1][blocks, :, offsets] = v
 
     def paged_attention(
-        self,
-        q: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
-        batch: ForwardBatch,
-        out: torch.Tensor,
-        shape: AttentionShape,
+        self, q: torch.Tensor, cache: Cache, batch: ForwardBatch, out: torch.Tensor, shape: AttentionShape
     ) -> None:
         for i, row in enumerate(batch.rows.tolist()):
             tokens = slice(int(batch.query_starts[i]), int(batch.query_starts[i + 1]))

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker_svc.engine.backend import AttentionShape, ForwardBatch, LayerBackend, Linear, Norm, RotaryTable
+from worker_svc.engine.backend import AttentionShape, Cache, ForwardBatch, LayerBackend, Linear, Norm, RotaryTable
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.kernels.exact_ops import cos_sin
 from worker_svc.engine.layers import AttentionInput, LayerReader, LayerRunner, StackLayer
@@ -164,7 +164,7 @@ class _Layout:
             self.windows = _batch(lengths * merge**2)
         self.rotary = _rotary(rows, columns, config.heads.head_dim).to(device)
         self._num_blocks = 1 + max(int(batch.tables.max()) for batch in (self.whole, self.windows))
-        self._cache: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._cache: Cache | None = None
 
     def cache(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks for the keys and values of one layer."""

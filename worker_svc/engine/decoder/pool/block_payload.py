@@ -39,7 +39,6 @@ class Reader(Protocol):
         """The tokens and the payload of a block, which may be written to `into`. None if it is not committed with this
         digest, or was written during the read.
         """
-        ...
 
 
 class Movable(Reader, Protocol):
@@ -48,12 +47,10 @@ class Movable(Reader, Protocol):
     @property
     def others(self) -> Sequence[Movable]:
         """What else moves, under ids that follow these."""
-        ...
 
     @property
     def block_size(self) -> int:
         """Tokens of each, or words that say what it is."""
-        ...
 
     @property
     def num_blocks(self) -> int: ...
@@ -62,28 +59,22 @@ class Movable(Reader, Protocol):
     @property
     def layout(self) -> list[tuple[str, list[int]]]:
         """Number type and shape of each part of a payload."""
-        ...
 
     @property
     def is_on_device(self) -> bool:
         """Whether `reading` and `writing` wait for copies."""
-        ...
 
     def digests_of(self, block_ids: U32) -> tuple[U32, list[bytes]]:
         """Those of the blocks that are committed, and their digests. Called in the model thread."""
-        ...
 
     def reading(self, wanted: Sequence[tuple[int, bytes]]) -> AbstractContextManager[Reader]:
         """For reads of these blocks, by their digests, in this thread: those on a device are copied at once."""
-        ...
 
     def write(self, block: int, tokens: U32, payload: Bytes) -> None:
         """Fills a block. It is not committed. Called in the model thread."""
-        ...
 
     def writing(self, filled: Sequence[Filled]) -> Callable[[], None]:
         """Copies payloads to where the blocks are, in any thread. The result fills the blocks, in the model thread."""
-        ...
 
 
 class InHostMemory(ABC):

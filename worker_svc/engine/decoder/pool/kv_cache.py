@@ -12,7 +12,7 @@ import torch
 
 from step_protocol.columns import I64
 from step_protocol.types import CacheGroup
-from worker_svc.engine.backend import KVLayout, LayerBackend
+from worker_svc.engine.backend import Cache, KVLayout, LayerBackend
 from worker_svc.engine.decoder.pool.block_contents import BlockContents
 from worker_svc.engine.decoder.pool.block_payload import Movable, MovableBlocks, PoolPart
 from worker_svc.engine.kernels.memory import lazy_zeros
@@ -90,7 +90,7 @@ class KVCachePool(BlockContents):
         pool._layers, pool.group_of, pool.states = self._layers[first:], self.group_of[first:], None
         return pool
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(self, index: int) -> Cache:
         """Keys [num_blocks, kv_heads, head_dim, block_size] and values [num_blocks, kv_heads, block_size, head_dim]."""
         keys, values = self._layers[index]
         return keys, values

@@ -48,17 +48,14 @@ class Attention(Protocol):
 
     def can_capture(self, *, is_decode: bool) -> bool:
         """Whether a step of this kind can be a CUDA graph: its launches must not depend on lengths."""
-        ...
 
     def begin(self, columns: StepColumns) -> None:
         """Launches that the layers of a step share."""
-        ...
 
     def attend(
         self, q: torch.Tensor, cache: LayerCache, columns: StepColumns, shape: AttentionShape, out: torch.Tensor
     ) -> None:
         """Causal attention of q [T, q_heads, dim] over each row's blocks. `shape` is that of a layer of the model."""
-        ...
 
 
 def torch_attend(

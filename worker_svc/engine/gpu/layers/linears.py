@@ -64,7 +64,6 @@ class StoredWeight(Protocol):
 
     def widened(self) -> torch.Tensor:
         """The weight [out, in] that the layer multiplies by, in a float type."""
-        ...
 
 
 class DeviceLinears:

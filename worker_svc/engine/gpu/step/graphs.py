@@ -38,11 +38,9 @@ class Recorder(Protocol):
     def record(self, step: Step, *, while_serving: bool = False) -> Step:
         """Records the launches of `step` without running them. The result replays them. `while_serving`: without
         waiting for the device, and without emptying torch's cache, which later steps would fill again."""
-        ...
 
     def bytes_taken(self) -> int:
         """Device memory of all recordings so far."""
-        ...
 
 
 class CudaRecorder:
