@@ -209,9 +209,8 @@ def _read_file(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[st
 def _check_name(parser: argparse.ArgumentParser, name: str, value: object, where: str) -> None:
     known = [known for known, _ in settings_of(parser)]
     if isinstance(value, dict):
-        parser.error(
-            f"{where}: [{name}] is not a service; the tables are {', '.join(f'[{service}]' for service in SERVICES)}"
-        )
+        tables = ", ".join(f"[{service}]" for service in SERVICES)
+        parser.error(f"{where}: [{name}] is not a service; the tables are {tables}")
     if name not in known:
         close = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
         advice = f"did you mean {close[0]}?" if close else f"{parser.prog} --help lists all settings"
@@ -233,7 +232,7 @@ def _line_of(text: str, table: str, name: str) -> int:
 
 def _convert(parser: argparse.ArgumentParser, name: str, action: argparse.Action, given: Given) -> Any:
     shown = f"={given.value!r}" if given.source.startswith("env") else f": {name} = {_toml(given.value)}"
-    where = given.source if _is_secret(name) else given.source + shown
+    where = given.source if name.endswith(SECRET_ENDS) else given.source + shown
     try:
         return _values(action, given.value)
     except (ValueError, argparse.ArgumentTypeError) as error:
@@ -283,7 +282,7 @@ def describe(parser: argparse.ArgumentParser, args: argparse.Namespace, sources:
         if value is None or value == []:
             lines.append(f"# {name} is not set")
             continue
-        shown = "***" if _is_secret(name) else without_password(value)
+        shown = "***" if name.endswith(SECRET_ENDS) else without_password(value)
         lines.append(f"{name} = {_toml(shown)}  # {sources[name]}")
     return "\n".join(lines)
 
@@ -296,10 +295,6 @@ def allowed_values(action: argparse.Action) -> str:
         return ", ".join(map(str, action.choices))
     one = action.type.allowed if isinstance(action.type, FlagKind) else "text"
     return f"a list of: {one}" if _is_list(action) else one
-
-
-def _is_secret(name: str) -> bool:
-    return name.endswith(SECRET_ENDS)
 
 
 def without_password(value: Any) -> Any:
@@ -358,10 +353,6 @@ def _scheduler_address(text: str) -> str:
     return _address(text)
 
 
-def _address_or_off(text: str) -> str:
-    return OFF if text.lower() in (OFF, "") else _address(text)
-
-
 def _size_bytes(text: str) -> int:
     units = {"K": 1, "M": 2, "G": 3, "T": 4}
     number, power = (text[:-1], units[text[-1].upper()]) if text and text[-1].upper() in units else (text, 0)
@@ -381,7 +372,9 @@ address = FlagKind(_address, "host:port", "HOST:PORT")
 scheduler_address = FlagKind(
     _scheduler_address, f"host:port, or {NAME_SCHEME}name:port for all addresses of a name", "HOST:PORT"
 )
-address_or_off = FlagKind(_address_or_off, "host:port or off", "HOST:PORT")
+address_or_off = FlagKind(
+    lambda text: OFF if text.lower() in (OFF, "") else _address(text), "host:port or off", "HOST:PORT"
+)
 size_bytes = FlagKind(_size_bytes, "bytes, or with K, M, G, T for powers of 1024 (512M, 2G)", "SIZE")
 
 COMMON = FlagGroup(
