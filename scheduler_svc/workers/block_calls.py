@@ -1,4 +1,4 @@
-"""The calls that move blocks into the pool of one leased worker, and the watch of its tier."""
+"""The calls that list the blocks of one leased worker and move others into its pool, and the watch of its tier."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import grpc
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 
 from scheduler_svc.core.features.block_moves import BlockMove
+from scheduler_svc.core.messages import CachedBlock, WorkerCapacity
 from scheduler_svc.core.policy import TierKind
 from scheduler_svc.workers.seals import BlockKeys
-from scheduler_svc.workers.wire import DIGEST_BYTES, fetch_to_proto, num_fetched
+from scheduler_svc.workers.wire import DIGEST_BYTES, cached_blocks_from_proto, fetch_to_proto, num_fetched
 from step_protocol.columns import WireError
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,28 @@ class BlockCalls:
     def fetch(self, move: BlockMove, source_address: str) -> None:
         """Start a move."""
         self._start(self._fetch(move, source_address))
+
+    async def list_pool(self, worker: WorkerCapacity) -> list[CachedBlock]:
+        """The cached blocks of the worker's pool that have a valid seal. Raises WireError as soon as the messages list
+        more blocks than the worker has."""
+        messages: list[worker_pb2.ListBlocksResponse] = []
+        num_listed, most = 0, worker.num_blocks
+        async for message in self._stub.ListBlocks(
+            worker_pb2.ListBlocksRequest(fence=self._fence), timeout=LIST_TIMEOUT_S
+        ):
+            num_here = len(message.block_ids) // 4 if isinstance(message, worker_pb2.ListBlocksResponse) else 0
+            num_listed += num_here
+            if not num_here or num_listed > most:
+                words = f"an empty or undecodable message, or more than the {most} blocks of the pool"
+                raise WireError(f"ListBlocks sent {words}")
+            messages.append(message)
+        size, epoch = worker.block_size, worker.worker_epoch
+        blocks = cached_blocks_from_proto(
+            messages, block_size=size, num_blocks=most, worker_epoch=epoch, keys=self._keys
+        )
+        if ignored := num_listed - len(blocks):
+            log.warning("worker %s: ignored %d cached blocks that have no valid seal", self._worker_id, ignored)
+        return blocks
 
     async def list_tier(self) -> None:
         """Read which blocks the tier holds, so that the first sequence that is placed on the worker can have them."""

@@ -271,7 +271,8 @@ class Dialer:
                 granted = await self._take_lease(stub)
                 self._check_fence(granted.fence, capacity, address)
                 await self._fetch_bundle(stub, bundle_digest)
-                blocks = await self._list_blocks(stub, granted.fence, capacity)
+                calls = BlockCalls(stub, granted.fence, capacity.worker_id, self._keys)
+                blocks = await calls.list_pool(capacity)
                 call = stub.StepStream()
             except grpc.aio.AioRpcError as error:
                 raise UnavailableError(
@@ -383,38 +384,3 @@ class Dialer:
                 field="capacity.info.bundle_digest",
             )
         self.bundles[digest] = data
-
-    async def _list_blocks(
-        self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, fence: worker_pb2.Fence, capacity: WorkerCapacity
-    ) -> list[CachedBlock]:
-        request = worker_pb2.ListBlocksRequest(fence=fence)
-        messages = await _listed(stub.ListBlocks(request, timeout=TRANSFER_TIMEOUT_S), capacity.num_blocks)
-        blocks = worker_wire.cached_blocks_from_proto(
-            messages,
-            block_size=capacity.block_size,
-            num_blocks=capacity.num_blocks,
-            worker_epoch=capacity.worker_epoch,
-            keys=self._keys,
-        )
-        num_listed = sum(len(message.block_ids) // 4 for message in messages)
-        if len(blocks) < num_listed:
-            ignored = num_listed - len(blocks)
-            log.warning("worker %s: ignored %d cached blocks that have no valid seal", capacity.worker_id, ignored)
-        return blocks
-
-
-async def _listed(
-    call: grpc.aio.UnaryStreamCall[worker_pb2.ListBlocksRequest, worker_pb2.ListBlocksResponse], num_blocks: int
-) -> list[worker_pb2.ListBlocksResponse]:
-    """All messages of a listing. Raises WireError as soon as they list more blocks than the worker has."""
-    messages: list[worker_pb2.ListBlocksResponse] = []
-    num_listed = 0
-    async for message in call:
-        num_here = len(message.block_ids) // 4 if isinstance(message, worker_pb2.ListBlocksResponse) else 0
-        num_listed += num_here
-        if not num_here or num_listed > num_blocks:
-            raise columns.WireError(
-                f"ListBlocks sent an empty or undecodable message, or more than the {num_blocks} blocks of the pool"
-            )
-        messages.append(message)
-    return messages

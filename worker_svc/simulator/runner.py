@@ -195,12 +195,7 @@ class SimRunner(StepRunner):
         is_good &= self._is_token(plan, token_ids, ~is_good)
         rows, positions, token_ids = rows[is_good], positions[is_good], token_ids[is_good]
         beams = self._tables.beams.lines(rows)
-        output = StepOutput(
-            batch.step_id,
-            EMPTY,
-            EMPTY,
-            logprobs=self._logprobs(rows, positions, token_ids),
-        )
+        output = StepOutput(batch.step_id, EMPTY, EMPTY, logprobs=self._logprobs(rows, positions, token_ids))
         output.add(self._prompt_logprobs(plan, plan.rows[is_wrong]))
         output.add(None if beams is None else self._candidates(beams, rows, positions))
         self._append_samples(plan, rows, positions, token_ids, output)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from quire.v1 import inference_pb2 as pb
-from quire.v1 import types_pb2
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.http import fields
@@ -143,8 +142,8 @@ def test_refusals_and_thoughts_are_part_of_the_conversation() -> None:
 
 
 def test_early_stopping_has_the_values_of_transformers() -> None:
-    numbers = {False: types_pb2.EARLY_STOPPING_FALSE, True: types_pb2.EARLY_STOPPING_TRUE}
-    numbers["never"] = types_pb2.EARLY_STOPPING_NEVER
+    numbers = {False: types.EARLY_STOPPING_FALSE, True: types.EARLY_STOPPING_TRUE}
+    numbers["never"] = types.EARLY_STOPPING_NEVER
     for value, number in numbers.items():
         assert chat(beam_width=2, early_stopping=value).requests[0].sampling.early_stopping == number
     assert refusal(early_stopping="maybe")[1] == "early_stopping is 'maybe'; must be false, true or \"never\""
