@@ -136,7 +136,7 @@ def test_own_markers_stay() -> None:
     ],
 )
 def test_markers_are_given_with_their_budget(given: types.SamplingParams, field: str, needed: str) -> None:
-    """Those of the client and of the format are not mixed."""
+    """Markers of the client and of the format are not mixed."""
     with pytest.raises(InvalidRequestError, match=f"{field} is set, but sampling.{needed} is not"):
         planned(model_of(ROWS[0]), sampling=given)
 
