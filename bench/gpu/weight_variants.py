@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from worker_svc.engine.gpu.kernels import norm_rows, route
+from worker_svc.engine.gpu.kernels import norm, route
 from worker_svc.engine.gpu.kernels.linears import expert_linear, int4_linear, int8_linear, low_rank, scaled_linear
 
 VALUES = "*fp8e4nv"
@@ -34,7 +34,7 @@ def weight_variants(t: str) -> Iterator[Variant]:
         "SMALLEST": scaled_linear.SMALLEST,
     }  # fmt: skip
     types = f"{t} {t} {t} {t} {VALUES} *fp32 fp32"
-    yield Variant("fp8 norm 5120 group 128", norm_rows.norm_rows_kernel, types, constants, 8)
+    yield Variant("fp8 norm 5120 group 128", norm.norm_rows_kernel, types, constants, 8)
     tile, multiplied = scaled_linear.EXACT, ("N", "K")
     constants = {"BIAS": False, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": scaled_linear.WIDEST_K}
     yield Variant(

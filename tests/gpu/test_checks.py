@@ -17,7 +17,7 @@ from tests.gpu.ranks import Meeting, Rank
 from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.gpu.attention.paged import TritonAttention
 from worker_svc.engine.gpu.collectives.group import Group
-from worker_svc.engine.gpu.kernels import activation, attention, norm, norm_rows, prepare, record, rope_store, route
+from worker_svc.engine.gpu.kernels import activation, attention, norm, prepare, record, rope_store, route
 from worker_svc.engine.gpu.kernels.linears import (
     expert_linear,
     int4_linear,
@@ -169,7 +169,7 @@ ONE_WRONG_ELEMENT = [
         "round_e4m3(x * tl.where(column == 71, 0.5, inverse[:, None]))",
     ),
     (
-        weights.fp8_cases, EXACT, norm_rows, "round_e4m3(groups * inverse[:, None])",
+        weights.fp8_cases, EXACT, norm, "round_e4m3(groups * inverse[:, None])",
         "round_e4m3(groups * inverse[:, None] * tl.where(tl.arange(0, BLOCK // GROUPS) == 71, 0.5, 1.0)[None, :])",
     ),
     (weights.fp8_cases, FP8, scaled_linear, "if BIAS:", "total = tl.where(column == 131, 0.0, total)\n    if BIAS:"),

@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu.builders import DEVICE, relative_error
 from worker_svc.engine.backend import Norm
-from worker_svc.engine.gpu.kernels import forms, norm_rows
+from worker_svc.engine.gpu.kernels import forms
 from worker_svc.engine.gpu.kernels.linears import int8_linear, scaled_linear
 from worker_svc.engine.gpu.kernels.linears.scaled_linear import (
     Fp8Weight,
@@ -16,7 +16,7 @@ from worker_svc.engine.gpu.kernels.linears.scaled_linear import (
     reference,
     reference_rows,
 )
-from worker_svc.engine.gpu.kernels.norm import add_norm
+from worker_svc.engine.gpu.kernels.norm import WIDEST, add_norm, add_norm_rows, can_round
 from worker_svc.engine.gpu.layers.linears import DeviceLinears, library_product, library_serves
 from worker_svc.engine.kernels.torch_linear import Int8Linear
 
@@ -66,8 +66,8 @@ def test_a_norm_that_rounds_gives_the_same_rows(kind, group):
         plain, normed = x.clone(), torch.empty_like(x)
         add_norm(plain, residual, norm, normed)
         expected = quantize_rows(normed, group)
-        assert norm_rows.serves(dim, group)
-        found = norm_rows.add_norm_rows(x, residual, norm, group)
+        assert can_round(dim, group)
+        found = add_norm_rows(x, residual, norm, group)
         assert torch.equal(x[[0, 1, 3, 4]], plain[[0, 1, 3, 4]])
         assert torch.equal(found.scales.isnan(), expected.scales.isnan())
         has_nan = found.scales[2].isnan()
@@ -75,8 +75,8 @@ def test_a_norm_that_rounds_gives_the_same_rows(kind, group):
         rows = [0, 1, 3, 4]
         assert torch.equal(found.steps.float()[rows], expected.steps.float()[rows])
         assert torch.equal(found.scales[rows], expected.scales[rows])
-    assert not norm_rows.serves(dim, 24)
-    assert not norm_rows.serves(2 * norm_rows.WIDEST, 128)
+    assert not can_round(dim, 24)
+    assert not can_round(2 * WIDEST, 128)
 
 
 def test_a_row_with_nan_has_no_result_and_others_have_theirs():

@@ -9,7 +9,7 @@ import torch
 
 from bench.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
 from worker_svc.engine.backend import Norm
-from worker_svc.engine.gpu.kernels import norm, norm_rows
+from worker_svc.engine.gpu.kernels import norm
 from worker_svc.engine.gpu.kernels.linears import int4_linear, int8_linear, scaled_linear
 from worker_svc.engine.gpu.kernels.linears.int4_linear import DEPTH, Int4Weight
 from worker_svc.engine.gpu.kernels.linears.scaled_linear import FP8, Fp8Weight, ScaledRows
@@ -32,7 +32,7 @@ def fp8_cases(setup: Setup) -> Iterator[Case]:
         yield _quantize_case(setup, group)
         for num_rows in (1, NUM_ROWS):  # the tiles for few and for many rows
             yield _product_case(setup, group, num_rows)
-        if norm_rows.serves(setup.model.hidden_size, group):
+        if norm.can_round(setup.model.hidden_size, group):
             yield _norm_case(setup, group)
 
 
@@ -64,7 +64,7 @@ def _norm_case(setup: Setup, group: int) -> Case:
 
     def run(first: int, last: int) -> Outputs:
         part = x[first:last].clone()
-        found = norm_rows.add_norm_rows(part, residual[first:last].clone(), weight, group)
+        found = norm.add_norm_rows(part, residual[first:last].clone(), weight, group)
         return {"residual": part, "steps": found.steps, "scales": found.scales}
 
     return Case(

@@ -17,9 +17,8 @@ from worker_svc.engine.decoder.rotary import rotary_at
 from worker_svc.engine.decoder.weights import WeightLoader
 from worker_svc.engine.gpu.attention.paged import Attention, LayerCache
 from worker_svc.engine.gpu.collectives.group import Group
-from worker_svc.engine.gpu.kernels import norm_rows
 from worker_svc.engine.gpu.kernels.activation import activate, gated, soft_cap
-from worker_svc.engine.gpu.kernels.norm import add_norm
+from worker_svc.engine.gpu.kernels.norm import add_norm, add_norm_rows, can_round
 from worker_svc.engine.gpu.kernels.rope_store import rope_store
 from worker_svc.engine.gpu.layers.experts import StackedExperts, compute_experts
 from worker_svc.engine.gpu.layers.linears import Fp8Linear
@@ -161,9 +160,9 @@ class _DeviceOperations:
     def linear_of_norm(
         self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, index: int, site: int
     ) -> torch.Tensor:
-        if not (isinstance(linear, Fp8Linear) and norm_rows.serves(x.shape[1], linear.weight.group)):
+        if not (isinstance(linear, Fp8Linear) and can_round(x.shape[1], linear.weight.group)):
             return self.linear(linear, _normed(x, residual, norm), index, site)
-        y = linear.of_rows(norm_rows.add_norm_rows(x, residual, norm, linear.weight.group), x.dtype)
+        y = linear.of_rows(add_norm_rows(x, residual, norm, linear.weight.group), x.dtype)
         # Inputs of adapters are not rounded; other rows keep the kernel of steps without adapters.
         if self._adapters is not None:
             self._adapters.add(index, site, _normed(x, None, norm), y)
