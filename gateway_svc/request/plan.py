@@ -95,8 +95,9 @@ class Planner:
             grammar = await self._lane.run(len(grammar.text), tag_grammar, grammar, model)
         if grammar is not None:
             grammar = await self._grammars.check(grammar, model)
+        variables = request.prompt.chat.template_kwargs_json
         return await self._lane.run(
-            request.continuation.ByteSize() + request.sampling.ByteSize(),
+            request.continuation.ByteSize() + request.sampling.ByteSize() + len(variables),
             plan_generation,
             request,
             model,

@@ -156,14 +156,18 @@ def test_a_deep_structure_is_refused() -> None:
         accepts({"format": tag}, "", ())
 
 
-async def test_a_large_structure_after_reasoning_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chat without tools has one too, so the size of the tools does not say what it costs."""
+async def test_large_fields_are_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat without tools has structures too, and the variables of its template may be a thinking budget."""
     names, lane = list[str](), Lane(1, "reader", is_call=False)
-    monkeypatch.setattr(plan, "answer_grammar", lambda *args: names.append(threading.current_thread().name))
-    for size in (10, 10_000):
-        sampling = types.SamplingParams(structural_tag="x" * size)
-        request = pb.GenerateRequest(prompt=pb.Prompt(chat=pb.Chat()), sampling=sampling)
+    for step in ("answer_grammar", "plan_generation"):
+        monkeypatch.setattr(plan, step, lambda *args, **options: names.append(threading.current_thread().name))
+    for structure, variables in ((10, 10), (10_000, 10), (10, 10_000)):
+        chat, sampling = (
+            pb.Chat(template_kwargs_json="x" * variables),
+            types.SamplingParams(structural_tag="x" * structure),
+        )
+        request = pb.GenerateRequest(prompt=pb.Prompt(chat=chat), sampling=sampling)
         options: Any = {"request_id": "r", "grammar": None, "cache_salt": "", "replay": None}
         await Planner(Mock(), lane).plan(request, model_of(THINK), PromptInput([1]), **options)
     lane.close()
-    assert [name.startswith("reader") for name in names] == [False, True]
+    assert [name.startswith("reader") for name in names] == [False, False, True, True, False, True]
