@@ -309,8 +309,9 @@ class ThinkingBudget:
     def _closing_id(self, over: U32, num_left: int) -> int:
         """The token behind the tokens `over` the budget: those of a grammar that allowed no end in the middle of a
         character, and some of `last_ids`. Reasoning that begins again behind the budget has no `last_ids`."""
-        size = len(self.last_ids)
-        known = next(k for k in range(min(size, len(over)), -1, -1) if not k or _is_end(over, self.last_ids[:k]))
+        size, last = len(self.last_ids), self.last_ids.tobytes()
+        ends = (over[len(over) - k :].tobytes() for k in range(min(size, len(over)), -1, -1))
+        known = next(len(end) // 4 for end in ends if last.startswith(end))  # 4 bytes an id
         return int(self.end_ids[0] if known == size or num_left < 0 else self.last_ids[known])
 
     def _markers(self, output: U32) -> I64:
@@ -321,10 +322,6 @@ class ThinkingBudget:
         for i, id_ in enumerate(self.start_ids):
             found &= output[i : i + len(found)] == id_
         return np.flatnonzero(found) if self.repeats else np.flatnonzero(found[: START_WITHIN + 1])[:1]
-
-
-def _is_end(tokens: U32, end: U32) -> bool:
-    return np.array_equal(tokens[len(tokens) - len(end) :], end)
 
 
 STEP_PARTS: tuple[type[Part], ...] = (BeamMoves, ImageSteps, TakenSnapshots)
