@@ -11,7 +11,7 @@ the vocabulary is written as this token: text cannot contain it. The reasoning i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -54,7 +54,7 @@ def tool_grammar(format: ChatFormat, rules: CallRules, token_id: TokenId, *, is_
     lark = Lark(token_id, format.markers)
     writer = _writer(lark, format)
     body = writer.body if rules.content is None else writer.body_beside_content
-    bodies = [lark.add("call", body(name, schema)) for name, schema in rules.schemas.items()]
+    bodies = [lark.add("call", _named(body, name, schema)) for name, schema in rules.schemas.items()]
     content = "" if rules.content is None else writer.content(_content(lark, *rules.content))
     calls = ""
     if bodies:
@@ -66,6 +66,14 @@ def tool_grammar(format: ChatFormat, rules: CallRules, token_id: TokenId, *, is_
     else:
         answer = writer.calls_or_text(calls)
     return lark.text(f"{_reasoning(lark, format.reasoning, is_begun=is_reasoning_begun)} {answer}")
+
+
+def _named(body: Callable[[str, Mapping[str, Any]], str], name: str, schema: Mapping[str, Any]) -> str:
+    """The body of a call. An error in the grammar of an input names the tool."""
+    try:
+        return body(name, schema)
+    except GrammarError as error:
+        raise GrammarError(f"the grammar of {name!r}: {error}" if INPUT_GRAMMAR in schema else str(error)) from None
 
 
 def _content(lark: Lark, kind: GrammarKind, text: str) -> str:
@@ -154,7 +162,7 @@ class _Json(_Writer[JsonCalls]):
         if self.start or self._layout.is_list:
             return self.body(name, schema)
         if INPUT_GRAMMAR in schema:
-            raise GrammarError(f"the grammar of {name!r} cannot be enforced beside a format of the text")
+            raise GrammarError("it cannot be enforced beside a format of the text")
         shared = {keyword: schema[keyword] for keyword in SHARED if keyword in schema}
         properties = {"name": {"const": name}, "parameters": _arguments(schema)}
         return self._lark.add_json({**shared, **CLOSED_OBJECT, "properties": properties, "required": list(properties)})

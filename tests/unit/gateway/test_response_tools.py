@@ -125,7 +125,11 @@ async def test_the_model_reads_tools_calls_and_results() -> None:
         ({**PATCHES, "format": {**GRAMMAR, "syntax": "ebnf"}}, "tools[0].format.syntax", "must be lark or regex"),
         ({**PATCHES, "format": {**GRAMMAR, "definition": "x" * 200_000}}, "tools[0].format.definition", "131072"),
         ({**PATCHES, "format": {**GRAMMAR, "definition": "start: b"}}, "tools[0].format.definition", "'apply_patch'"),
-        ({**PATCHES, "format": {**GRAMMAR, "definition": "start: ~/a/"}}, "tools", "is not known in the grammar"),
+        (
+            {**PATCHES, "format": {**GRAMMAR, "definition": "start: ~/a/"}},
+            "tools",
+            "the grammar of 'apply_patch': '~/a/' is not known",
+        ),
     ],
 )
 async def test_what_is_not_served_is_refused_by_name(tool: Any, param: str, words: str) -> None:
