@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.v1 import inference_pb2 as pb
+from google.protobuf.message import Message
 
 from gateway_svc.http.values import invalid, shown, typed_value
 from request_fields.checks import check_value
@@ -185,7 +185,7 @@ POOLED = (
     MODEL,
     BodyField("truncate", doc="Cut inputs that are longer than the model accepts. Default false: they are refused."),
     BodyField("truncate_prompt_tokens", doc="-1 is `truncate`; other numbers are refused."),
-    BodyField("priority", doc="Lower runs first; from -1000 to 1000."),
+    BodyField("priority", "scheduling.priority"),
     BodyField("user", doc="No effect."),
 )
 EMBEDDINGS = (
@@ -216,7 +216,7 @@ COHERE_EMBED = (
     BodyField("embedding_types", doc="`float` (the default), `base64`, `binary` or `ubinary`."),
     BodyField("output_dimension", doc="Keep the first numbers of each embedding."),
     BodyField("truncate", doc="`END` (the default) cuts long texts, `NONE` refuses them."),
-    BodyField("priority", doc="Lower runs first; from -1000 to 1000."),
+    BodyField("priority", "scheduling.priority"),
     BodyField("images", only=([],)),
     BodyField("inputs", only=([],)),
 )
@@ -337,7 +337,7 @@ def paths_of(path: str) -> list[str]:
     return [path, *(alias for alias, name in ALIASES.items() if name == path)]
 
 
-def set_parameters(rows: tuple[BodyField, ...], body: Mapping[str, Any], request: pb.GenerateRequest) -> None:
+def set_parameters(rows: tuple[BodyField, ...], body: Mapping[str, Any], request: Message) -> None:
     """Set the fields of `request` from the rows that have a path, and refuse fields that are not supported.
 
     Raises InvalidRequestError.
@@ -353,7 +353,7 @@ def set_parameters(rows: tuple[BodyField, ...], body: Mapping[str, Any], request
             raise invalid(row.name, "is not served by this version; leave it unset")
 
 
-def set_parameter(row: BodyField, value: Any, request: pb.GenerateRequest) -> None:
+def set_parameter(row: BodyField, value: Any, request: Message) -> None:
     """Set one field of `request`. Raises InvalidRequestError with the row's name."""
     field = replace(BY_PATH[row.path], path=row.name)  # errors name the field of the body
     convert = CONVERSIONS[field.http.form if field.http else BodyForm.PLAIN]

@@ -12,7 +12,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.http import fields
-from gateway_svc.http.fields import ignored_names
+from gateway_svc.http.fields import ignored_names, set_parameters
 from gateway_svc.http.json_text import encode, encoded_list
 from gateway_svc.http.openai.bodies import body_of, pooled_inputs
 from gateway_svc.http.values import flag, invalid, number_of, one_of, shown, text, text_of
@@ -30,23 +30,14 @@ TASKS = ("embed", "classify")
 
 
 @dataclass(frozen=True, slots=True)
-class Embeddings:
-    """A body of /v1/embeddings."""
-
-    request: pb.EmbedRequest
-    is_base64: bool
-    ignored: list[str]
-
-
-@dataclass(frozen=True, slots=True)
 class PoolingBody:
-    """A body of /pooling or /classify. `task`: of TASKS; None: what the model was made for."""
+    """A body of /v1/embeddings, /pooling or /classify. `task`: of TASKS; None: what the model was made for."""
 
     request: pb.EmbedRequest
     task: str | None
-    is_raw: bool  # outputs of the classification head instead of probabilities
-    is_base64: bool
     ignored: list[str]
+    is_base64: bool = False
+    is_raw: bool = False  # outputs of the classification head instead of probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +50,14 @@ class Scores:
     documents: Sequence[str] = ()
 
 
-def embeddings_of(data: bytes) -> Embeddings:
+def embeddings_of(data: bytes) -> PoolingBody:
     """Parse a body of /v1/embeddings. Raises InvalidRequestError."""
     body = body_of(data)
-    is_base64 = _is_base64(body)
     request = _embed_request(body)
     if (pooling := body.get("pooling")) is not None:
         request.pooling = POOLING[one_of("pooling", pooling, POOLING)]
     _set_vector(body, request)
-    return Embeddings(request, is_base64, ignored_names(fields.EMBEDDINGS, body))
+    return PoolingBody(request, "embed", ignored_names(fields.EMBEDDINGS, body), _is_base64(body))
 
 
 def _is_base64(body: Mapping[str, Any]) -> bool:
@@ -75,13 +65,14 @@ def _is_base64(body: Mapping[str, Any]) -> bool:
 
 
 def _embed_request(body: Mapping[str, Any]) -> pb.EmbedRequest:
-    return pb.EmbedRequest(
+    request = pb.EmbedRequest(
         model=text(body, "model"),
         inputs=pooled_inputs(body.get("input")),
         prompt_name=text(body, "prompt_name"),
         truncate=_truncates(body),
-        scheduling=scheduling_of(body),
     )
+    set_parameters(fields.POOLED, body, request)
+    return request
 
 
 def _set_vector(body: Mapping[str, Any], request: pb.EmbedRequest) -> None:
@@ -98,14 +89,14 @@ def pooling_of(data: bytes) -> PoolingBody:
     request = _embed_request(body)
     _set_vector(body, request)
     is_raw = not flag(body, "use_activation", default=True)
-    return PoolingBody(request, task, is_raw, _is_base64(body), ignored_names(fields.POOLING, body))
+    return PoolingBody(request, task, ignored_names(fields.POOLING, body), _is_base64(body), is_raw)
 
 
 def classify_of(data: bytes) -> PoolingBody:
     """Parse a body of /classify. Raises InvalidRequestError."""
     body = body_of(data)
     is_raw = not flag(body, "use_activation", default=True)
-    return PoolingBody(_embed_request(body), "classify", is_raw, False, ignored_names(fields.CLASSIFY, body))
+    return PoolingBody(_embed_request(body), "classify", ignored_names(fields.CLASSIFY, body), is_raw=is_raw)
 
 
 def score_of(data: bytes) -> Scores:
@@ -138,9 +129,7 @@ def encoded_embeddings(reply: pb.EmbedResponse, *, is_base64: bool) -> bytes:
         {"object": "embedding", "index": i, "embedding": (as_base64 if is_base64 else encoded_list)(item.values)}
         for i, item in enumerate(reply.embeddings)
     ]
-    used = sum(item.prompt_tokens for item in reply.embeddings)
-    head = {"object": "list", "model": reply.model, "usage": _usage(used), "id": reply.request_id}
-    return encode({**head, "data": data})
+    return encode({**_head_of(reply), "data": data})
 
 
 def encoded_pooling(reply: pb.EmbedResponse, *, is_base64: bool, created: int) -> bytes:
@@ -149,7 +138,7 @@ def encoded_pooling(reply: pb.EmbedResponse, *, is_base64: bool, created: int) -
         {"index": i, "object": "pooling", "data": (as_base64 if is_base64 else encoded_list)(item.values)}
         for i, item in enumerate(reply.embeddings)
     ]
-    return encode({**_head_of(reply, created), "data": data})
+    return encode({**_head_of(reply), "created": created, "data": data})
 
 
 def classify_answer(reply: pb.EmbedResponse, labels: Mapping[int, str], created: int) -> dict[str, Any]:
@@ -160,20 +149,22 @@ def classify_answer(reply: pb.EmbedResponse, labels: Mapping[int, str], created:
         best = max(range(len(numbers)), key=numbers.__getitem__)
         label = labels.get(best, f"LABEL_{best}")
         data.append({"index": i, "label": label, "probs": numbers, "num_classes": len(numbers)})
-    return {**_head_of(reply, created), "data": data}
+    return {**_head_of(reply), "created": created, "data": data}
 
 
-def _head_of(reply: pb.EmbedResponse, created: int) -> dict[str, Any]:
-    usage = _usage(sum(item.prompt_tokens for item in reply.embeddings))
-    return {"id": reply.request_id, "object": "list", "created": created, "model": reply.model, "usage": usage}
+def _head_of(reply: pb.EmbedResponse | pb.ScoreResponse) -> dict[str, Any]:
+    if isinstance(reply, pb.EmbedResponse):
+        used = sum(item.prompt_tokens for item in reply.embeddings)
+    else:
+        used = sum(reply.prompt_tokens)
+    usage = {"prompt_tokens": used, "total_tokens": used, "completion_tokens": 0}
+    return {"id": reply.request_id, "object": "list", "model": reply.model, "usage": usage}
 
 
 def score_answer(reply: pb.ScoreResponse, created: int) -> dict[str, Any]:
     """The answer of /v1/score, as vLLM's."""
     data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(reply.scores)]
-    usage = _usage(sum(reply.prompt_tokens))
-    head = {"id": reply.request_id, "object": "list", "created": created, "model": reply.model}
-    return {**head, "data": data, "usage": usage}
+    return {**_head_of(reply), "created": created, "data": data}
 
 
 def rerank_answer(reply: pb.ScoreResponse, asked: Scores) -> dict[str, Any]:
@@ -194,10 +185,6 @@ def as_base64(values: Sequence[float]) -> str:
     return base64.b64encode(array("f", values).tobytes()).decode()
 
 
-def _usage(num_tokens: int) -> dict[str, int]:
-    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
-
-
 def _score_request(
     body: Mapping[str, Any], field: str, queries: Sequence[str], documents: Sequence[str]
 ) -> pb.ScoreRequest:
@@ -206,21 +193,14 @@ def _score_request(
     except FieldError as error:
         raise InvalidRequestError(str(error), field=error.field) from None
     pairs = zip(queries, documents, strict=True)
-    return pb.ScoreRequest(
+    request = pb.ScoreRequest(
         model=text(body, "model"),
         pairs=[pb.TextPair(query=query, document=document) for query, document in pairs],
         instruction=text(body, "instruction"),
         truncate=_truncates(body),
-        scheduling=scheduling_of(body),
     )
-
-
-def scheduling_of(body: Mapping[str, Any]) -> pb.SchedulingParams:
-    """The priority of a body. Raises InvalidRequestError."""
-    priority = number_of(body.get("priority"))
-    if priority is not None and (not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > 1000):
-        raise invalid("priority", f"is {shown(priority)}; must be an integer from -1000 to 1000")
-    return pb.SchedulingParams(priority=priority or 0)
+    set_parameters(fields.POOLED, body, request)
+    return request
 
 
 def _truncates(body: Mapping[str, Any]) -> bool:

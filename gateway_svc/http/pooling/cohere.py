@@ -9,10 +9,10 @@ from typing import Any
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.http import fields
-from gateway_svc.http.fields import ignored_names
+from gateway_svc.http.fields import ignored_names, set_parameters
 from gateway_svc.http.json_text import encode, encoded_list
 from gateway_svc.http.openai.bodies import body_of, pooled_inputs
-from gateway_svc.http.pooling.bodies import as_base64, positive, scheduling_of
+from gateway_svc.http.pooling.bodies import as_base64, positive
 from gateway_svc.http.values import invalid, list_of, one_of, shown, text, text_of
 
 INPUT_TYPES: Mapping[str, Sequence[str]] = {  # names of a model's prompts for each type, the first one that it has
@@ -57,13 +57,10 @@ def cohere_embeddings_of(data: bytes) -> CohereEmbeddings:
         model=text(body, "model"),
         inputs=pooled_inputs(texts, "texts"),
         truncate=TRUNCATIONS[cut],
-        scheduling=scheduling_of(body),
     )
+    set_parameters(fields.COHERE_EMBED, body, request)
     if body.get("output_dimension") is not None:
         request.dimensions = positive(body, "output_dimension")
-    for image in ("images", "inputs"):
-        if body.get(image):
-            raise invalid(image, "is not served by this version; send texts")
     return CohereEmbeddings(
         request, text(body, "input_type"), list(dict.fromkeys(kinds)), ignored_names(fields.COHERE_EMBED, body)
     )
