@@ -75,7 +75,7 @@ ELSEWHERE = (
 # Commands that need files or other services. Tests named after them run them.
 PARSED = ("up", "serve", "batch", "adapter", "receipt", "verify")
 # Blocks of other languages, by page and language: those that this file tests, and the files that test the others.
-SETTINGS = {("cli", "json"), ("keys", "json"), ("limits", "toml"), ("recipes", "toml")}
+SETTINGS = {("cli", "json"), ("keys", "json"), ("limits", "toml"), ("recipes", "toml"), ("structured-output", "json")}
 OTHERS = {
     ("configuration", "text"): "tests/unit/test_configuration_page.py",
     ("configuration", "toml"): "tests/unit/test_configuration_page.py",
@@ -232,6 +232,8 @@ def test_files_of_settings_and_requests_are_read(documented: Documented, tmp_pat
     (tmp_path / "input.jsonl").write_text(found["cli", "json"])
     names = [str(tmp_path / name) for name in ("input.jsonl", "output.jsonl")]
     assert cli.main(["batch", names[0], "-o", names[1], "--base-url", f"http://{documented.http}"]) == 0
+    with Client.connect(documented.demo.address) as client:
+        client.generate("add", structural_tag=found["structured-output", "json"], max_tokens=4)
 
 
 @pytest.mark.parametrize("line", SHELL)
