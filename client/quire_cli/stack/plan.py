@@ -311,9 +311,7 @@ def _reachable(host: str) -> str:
 
 def _model_note(model: str, folder: Path, name: str) -> str:
     if model == "demo":
-        return (
-            f"model      {name}: the bundled model (no --model given); it knows only parts of Python's standard library"
-        )
+        return f"model      {name}: the bundled model; it knows only parts of Python's standard library"
     return f"model      {name} from {folder}"
 
 
