@@ -5,10 +5,9 @@ Choice i of prompt p has index p * n + i, as in OpenAI's API.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring as encode_string
-from typing import Protocol
 
 from msgspec import Raw
 from quire.v1 import inference_pb2 as pb
@@ -124,93 +123,43 @@ def _call(first: pb.ToolCallPart, arguments: str) -> Json:
     return {"id": first.id, "type": "function", "function": {"name": first.name, "arguments": arguments}}
 
 
-class AnswerShape(Protocol):
-    """The differences between answers to chats and to text completions."""
+@dataclass(frozen=True, slots=True)
+class AnswerShape:
+    """The differences between answers to chats, to text completions and to token ids."""
 
     id_prefix: str
     chunk_object: str
     whole_object: str
     has_one_prompt: bool  # prompt_token_ids are a field of the answer, else of each choice
     has_parts: bool  # chunks have parts, else text
-
-    def begin(self, echo: str) -> Json | None:
-        """The first delta of a choice; None: the choice starts without one."""
-
-    def delta(self, text: str) -> Json: ...
-    def end(self) -> Json: ...
-    def whole(self, text: str, parts: MessageBuilder) -> Json: ...
-    def new_logprobs(self) -> Entries: ...
+    new_logprobs: Callable[[], Entries]
+    begin: Callable[[str], Json | None]  # first delta of a choice, from its echo; None: the choice starts without one
+    delta: Callable[[str], Json]
+    end: Json  # last delta
+    whole: Callable[[str, MessageBuilder], Json]
 
 
-class ChatShape:
-    """chat.completion and its chunks."""
-
-    id_prefix = "chatcmpl"
-    chunk_object = "chat.completion.chunk"
-    whole_object = "chat.completion"
-    has_one_prompt = has_parts = True
-
-    def begin(self, echo: str) -> Json | None:
-        return {"delta": {"role": "assistant", "content": ""}}
-
-    def delta(self, text: str) -> Json:
-        return {"delta": {"content": text}}
-
-    def end(self) -> Json:
-        return {"delta": {}}
-
-    def whole(self, text: str, parts: MessageBuilder) -> Json:
-        return {"message": parts.message()}
-
-    def new_logprobs(self) -> Entries:
-        return ChatLogprobs()
-
-
-class CompletionShape:
-    """text_completion. A chunk has the form of a whole answer that holds a part of the text."""
-
-    id_prefix = "cmpl"
-    chunk_object = whole_object = "text_completion"
-    has_one_prompt = has_parts = False
-
-    def begin(self, echo: str) -> Json | None:
-        return {"text": echo} if echo else None
-
-    def delta(self, text: str) -> Json:
-        return {"text": text}
-
-    def end(self) -> Json:
-        return {"text": ""}
-
-    def whole(self, text: str, parts: MessageBuilder) -> Json:
-        return {"text": text}
-
-    def new_logprobs(self) -> Entries:
-        return TextLogprobs()
-
-
-class RolloutShape:
-    """The answer to token ids: token ids and their log probabilities, no text."""
-
-    id_prefix = "gen"
-    chunk_object = whole_object = "rollout"
-    has_one_prompt = True
-    has_parts = False
-
-    def begin(self, echo: str) -> Json | None:
-        return None
-
-    def delta(self, text: str) -> Json:
-        return {}
-
-    def end(self) -> Json:
-        return {}
-
-    def whole(self, text: str, parts: MessageBuilder) -> Json:
-        return {}
-
-    def new_logprobs(self) -> Entries:
-        return ChatLogprobs()
+CHAT = AnswerShape(
+    "chatcmpl", "chat.completion.chunk", "chat.completion",
+    has_one_prompt=True, has_parts=True, new_logprobs=ChatLogprobs,
+    begin=lambda echo: {"delta": {"role": "assistant", "content": ""}},
+    delta=lambda text: {"delta": {"content": text}},
+    end={"delta": {}},
+    whole=lambda text, parts: {"message": parts.message()},
+)  # fmt: skip
+COMPLETION = AnswerShape(  # a chunk has the form of a whole answer that holds a part of the text
+    "cmpl", "text_completion", "text_completion",
+    has_one_prompt=False, has_parts=False, new_logprobs=TextLogprobs,
+    begin=lambda echo: {"text": echo} if echo else None,
+    delta=lambda text: {"text": text},
+    end={"text": ""},
+    whole=lambda text, parts: {"text": text},
+)  # fmt: skip
+ROLLOUT = AnswerShape(  # token ids and their log probabilities, no text
+    "gen", "rollout", "rollout",
+    has_one_prompt=True, has_parts=False, new_logprobs=ChatLogprobs,
+    begin=lambda echo: None, delta=lambda text: {}, end={}, whole=lambda text, parts: {},
+)  # fmt: skip
 
 
 def _weight_versions(finished: pb.Finished) -> list[Json]:
@@ -218,9 +167,6 @@ def _weight_versions(finished: pb.Finished) -> list[Json]:
     if not finished.weight_versions:
         return [{"version": 0, "start": 0, "end": finished.usage.output_tokens}]
     return span_values(finished.weight_versions)
-
-
-CHAT, COMPLETION, ROLLOUT = ChatShape(), CompletionShape(), RolloutShape()
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +328,7 @@ class StreamAnswer(ChoicesAnswer):
         elif event.HasField("finished"):
             choice = self._index(prompt, event.finished.index)
             end = self._finish(choice, event.finished)
-            yield self._chunk(choice, self._shape.end(), end)
+            yield self._chunk(choice, self._shape.end, end)
 
     def _first_chunks(self, prompt: int) -> Iterator[Json]:
         parts = self._prompts[prompt]
