@@ -71,6 +71,7 @@ ELSEWHERE = (
     ),
     *("pip install ", "ssh ", "kubectl ", "host-0$ ", "host-1$ ", "python bench/", "bench/gpu/"),
     *("umask 077; mkdir tokens; cd tokens", "for role in ", "accept"),  # tests/chart/test_trust.py
+    "codex ",  # tests/clients/test_codex.py
 )
 # Commands that need files or other services. Tests named after them run them.
 PARSED = ("up", "serve", "batch", "adapter", "receipt", "verify")
