@@ -11,23 +11,23 @@ from quire.internal.v1 import worker_pb2
 
 from step_protocol.columns import EMPTY
 from step_protocol.messages import BadBatchError, StepOutput
+from worker_svc.engine.runner import Runner
 from worker_svc.steps.executor import StepExecutor
 
 EPOCH = 9
 
 
-class SlowDevice:
+class SlowDevice(Runner):
     """Launches immediately; a step finishes when the test says so."""
 
     info = None
+    launches = True
 
     def __init__(self) -> None:
         self.launched: list[int] = []
         self.done: dict[int, threading.Event] = {}
         self.has_launched = threading.Semaphore(0)
         self.fault: Exception | None = None
-
-    adapters = None
 
     def launch(self, batch):
         if batch.step_id == 99:
