@@ -97,7 +97,7 @@ class Planner:
             grammar = await self._grammars.check(grammar, model)
         variables = request.prompt.chat.template_kwargs_json
         return await self._lane.run(
-            request.continuation.ByteSize() + request.sampling.ByteSize() + len(variables),
+            request.continuation.ByteSize() + request.sampling.ByteSize() + (len(variables) if variables else 0),
             plan_generation,
             request,
             model,

@@ -122,8 +122,12 @@ class RedisClient:
     async def eval(self, script: str, num_keys: int, key: str, *args: str) -> int:
         return (await self._server.ask([("eval", key, script, *args)]))[0]
 
-    async def hget(self, key: str, field: str) -> bytes | None:
-        return (await self._server.ask([("hget", key, field)]))[0]
+    async def hmget(self, key: str, *fields: str) -> list[bytes | None]:
+        return (await self._server.ask([("hmget", key, *fields)]))[0]
+
+    async def info(self, section: str) -> dict[str, Any]:
+        await self._server.ask([])
+        return {}
 
     async def ping(self) -> bool:
         await self._server.ask([])

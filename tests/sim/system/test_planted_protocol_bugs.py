@@ -21,6 +21,7 @@ from gateway_svc.schedulers.attach_stream import AttachStream
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.worker_state import InFlightStep, StepPlan, WorkerState
+from scheduler_svc.workers import block_calls
 from scheduler_svc.workers import wire as worker_wire
 from scheduler_svc.workers.leased_worker import LeasedWorker
 from tests.sim.system.simulation import FAULTS, run_seed
@@ -138,7 +139,7 @@ def adopted_blocks_mixed_up(patch: Patch) -> None:
         ids = [block.block_id for block in blocks]
         return [replace(block, block_id=i) for block, i in zip(blocks, ids[1:] + ids[:1], strict=True)]
 
-    wrap(patch, worker_wire, "cached_blocks_from_proto", rotate)
+    wrap(patch, block_calls, "cached_blocks_from_proto", rotate)
 
 
 # -- continuations -----------------------------------------------------------------------------------------------------

@@ -47,14 +47,14 @@ def test_a_seed_gives_the_same_run_every_time() -> None:
 
 
 def test_the_seeds_cover_all_faults() -> None:
-    """Every fault, streams that are resumed by clients and moved by gateways, leases that are taken over."""
+    """Every fault, streams that are resumed by clients and moved by gateways, leases that are taken over, Redis."""
     met: set[str] = set()
     words = ""
     for seed in range(NUM_COVERING):
         simulation = run_seed(seed)
         met |= _met(simulation)
         words += simulation.transcript(10**6)
-    assert set(FAULTS) | {"resumed", "complete", "left", "recomputed"} <= met
+    assert set(FAULTS) | {"resumed", "complete", "left", "recomputed", "redis"} <= met
     for sign in ("; moving ", "cached blocks adopted", "has fewer workers; leaving", "disconnecting gateway"):
         assert sign in words, f"no seed has '{sign}' in its trace"
 
@@ -62,5 +62,6 @@ def test_the_seeds_cover_all_faults() -> None:
 def _met(simulation: Simulation) -> set[str]:
     requests = simulation.world.requests.values()
     met = set(simulation.met) | {request.outcome for request in requests}
+    met |= {"redis"} if simulation.world.redis.num_commands else set()
     met |= {"resumed" for request in requests if request.num_resumes}
     return met | {"recomputed" for request in requests if request.num_recomputed}
