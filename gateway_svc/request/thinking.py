@@ -1,5 +1,5 @@
 """Thinking budgets: after how many tokens the reasoning of an answer is ended, and with which tokens. A worker applies
-them (step_protocol/messages.py). No I/O."""
+them (step_protocol/features.py). No I/O."""
 
 from __future__ import annotations
 
