@@ -7,14 +7,48 @@ A digest is only a key: on a hit the tokens are compared.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from struct import iter_unpack
 from typing import Protocol
 
 from xxhash import xxh3_128_digest
+
+DIGEST_BYTES = 16
+FIRST_CONTENT_ID = 1 << 31
+_WITH_TOP_BIT = bytes(byte | 0x80 for byte in range(256))
+
+
+def content_digest(*parts: bytes) -> bytes:
+    """The digest of an input from the parts that determine its result. It covers the lengths of the parts too."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def input_digest(kind: str, dtype: str, shape: Sequence[int], data: bytes) -> bytes:
+    """The digest of a carried input. `kind` and `dtype` are the lower-case names of the protocol."""
+    dimensions = b"".join(size.to_bytes(4, "little") for size in shape)
+    return content_digest(kind.encode(), dtype.encode(), dimensions, data)
+
+
+def content_ids(digest: bytes, length: int) -> bytes:
+    """The content ids of an input with this digest and number of positions: u32[length], little-endian.
+
+    They are the ids of prompt positions without a vocabulary token, because an input (CarriedInput) provides their
+    embeddings, and take the place of token ids in digests and comparisons. Bit 31 is set, and token ids are below
+    vocab_size, at most 2**24, so the two never coincide. The other bits are word i of SHAKE-128 of the input's digest.
+    Digests also cover the whole digests of the inputs (`extra_keys`).
+    """
+    words = bytearray(hashlib.shake_128(digest).digest(4 * length))
+    words[3::4] = words[3::4].translate(_WITH_TOP_BIT)
+    return bytes(words)
+
 
 NO_KEYS: Mapping[int, bytes] = {}
 STATE_ID_BYTES = 20

@@ -12,7 +12,7 @@ An entry whose epoch differs from the epoch in the worker's record is ignored, s
 
 from __future__ import annotations
 
-from prefix_index.changes import Holder
+from prefix_index.index import Holder
 
 EPOCH_BYTES = 8
 MAX_SCHEDULER_EPOCH = 1 << 53  # Redis scripts count in float64

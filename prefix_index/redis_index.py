@@ -9,7 +9,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from prefix_index.changes import Holder, PrefixChanges, RemoteHolder
+from prefix_index.index import Holder, PrefixChanges, RemoteHolder
 from prefix_index.keys import (
     MAX_SCHEDULER_EPOCH,
     entry_key,
@@ -20,7 +20,7 @@ from prefix_index.keys import (
     weights_key,
     worker_key,
 )
-from prefix_index.search import PrefixSearch
+from prefix_index.reader import PrefixSearch
 from svc_common.redis.connect import call_errors, connect, warn_of_eviction
 from svc_common.redis.server import Availability, RedisServer
 

@@ -17,7 +17,7 @@ import grpc
 import numpy as np
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from prefix_index.changes import RemoteHolder
+from prefix_index.index import RemoteHolder
 from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.features.block_moves import BlockSearch
 from scheduler_svc.core.features.block_sources import BlockSource, LentBlocks, LentExtras

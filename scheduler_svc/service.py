@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 
 from quire.internal.v1 import scheduler_pb2_grpc
 
-from prefix_index.changes import PrefixChanges
-from prefix_index.index import NoPrefixIndex, PrefixIndex
+from prefix_index.index import NoPrefixIndex, PrefixChanges, PrefixIndex
 from prefix_index.keys import make_owner
 from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
@@ -29,9 +28,8 @@ from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers.leased_worker import Dialer, LinkTimeouts
 from scheduler_svc.workers.pool import WorkerPool
 from scheduler_svc.workers.seals import read_block_keys
-from svc_common.channels import reachable_address
+from svc_common.channels import SCHEDULER_PINGS, reachable_address
 from svc_common.config import parse
-from svc_common.connections import SCHEDULER_PINGS
 from svc_common.memory import Intake, MemoryLimit
 from svc_common.observe.admin import AdminServer
 from svc_common.observe.inspection import Inspector
@@ -39,8 +37,7 @@ from svc_common.observe.logs import setup_logging
 from svc_common.observe.metrics import ServiceMetrics, make_registry
 from svc_common.observe.tracing import make_tracer
 from svc_common.redis.server import redis_server
-from svc_common.security.own_certificate import certificate_files
-from svc_common.security.tls import TlsError
+from svc_common.security.tls import TlsError, certificate_files
 from svc_common.security.trust import Trust, check_reach, make_trust
 from svc_common.serve import BindError, GrpcServer, run_service, settle_gc
 

@@ -1,6 +1,6 @@
 """Decides when a silent peer counts as lost.
 
-A stopped process, or one whose host is gone, is found by pings (svc_common/connections.py): its streams end. A peer
+A stopped process, or one whose host is gone, is found by pings (svc_common/channels.py): its streams end. A peer
 that answers pings and sends no heartbeats hangs or is busy, for example with a large request. It counts as lost only
 after SILENT_INTERVALS heartbeats, because the loss of a peer makes others compute again what it had.
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from quire.internal.v1 import inputs_pb2 as pb
 
-from prefix_index.content_ids import content_ids, input_digest
+from prefix_index.hashing import content_ids, input_digest
 from step_protocol.types import CarriedInput
 
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from step_protocol.messages import StepBatch
 from svc_common.calls import RpcStats
 from svc_common.observe.metrics import SHORT_TIMES_S, Buckets, Row, ServiceMetrics, Spec, make_registry
-from svc_common.security.own_certificate import certificate_files
+from svc_common.security.tls import certificate_files
 from worker_svc.engine.adapters.store import AdapterStore
 from worker_svc.engine.config import EngineInfo
 from worker_svc.engine.speculation.drafts import DraftCounts

@@ -28,7 +28,7 @@ from triton.runtime.driver import driver
 from bench.gpu import model
 from bench.gpu.report import Report
 from bench.lora import make_adapter
-from prefix_index.content_ids import content_ids, input_digest
+from prefix_index.hashing import content_ids, input_digest
 from request_fields.fields import SamplingParams
 from step_protocol.messages import RowOpen, StepBatch, TokenRules
 from step_protocol.types import CarriedInput, Pooling, PoolingKind, PoolingTask, RowErrorCode

@@ -16,7 +16,7 @@ import torch
 
 from bench.gpu.model import Rows, load, make_checkpoint, time_decode
 from bench.gpu.report import Report, relative_error
-from prefix_index.content_ids import content_ids, input_digest
+from prefix_index.hashing import content_ids, input_digest
 from step_protocol.features import NO_CANDIDATES, BeamCandidates, PooledRows
 from step_protocol.messages import StepOutput
 from step_protocol.types import CarriedInput, Pooling, PoolingKind, PoolingTask

@@ -19,7 +19,7 @@ from gateway_svc.answer.request_meter import FAILED, REASONS
 from gateway_svc.request.plan import GenerationPlan
 from request_fields.receipts import Answer, ReceiptError, private_key, receipt_text
 from svc_common.config import SettingError
-from svc_common.security.reread import Reread
+from svc_common.security.tls import Reread
 
 MODEL_FACTS = (
     "model", "revision", "weights_digest", "numerics", "build", "dtype", "quantization", "kv_cache_dtype", "block_size",

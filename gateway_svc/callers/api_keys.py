@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gateway_svc.callers.caller import Caller, CallersError, owner_name
-from svc_common.security.reread import Reread
+from svc_common.security.tls import Reread
 
 log = logging.getLogger(__name__)
 

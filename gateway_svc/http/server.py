@@ -13,8 +13,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from gateway_svc.http.protocol import HttpProtocol
+from svc_common.channels import bind_tcp
 from svc_common.serve import BindError
-from svc_common.sockets import bind_tcp
 
 MAX_CONNECTIONS = 8192
 KEEP_ALIVE_S = 75.0  # longer than in most clients, so that the client closes an idle connection first

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from svc_common.config import SettingError
-from svc_common.security.reread import Reread
+from svc_common.security.tls import Reread
 
 
 class LimitsError(SettingError):

@@ -30,13 +30,12 @@ from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.servicer import InferenceServicer, SessionServicer
 from prefix_index.reader import RedisPrefixReader
 from svc_common import config
-from svc_common.connections import ConnectionLimits
+from svc_common.channels import ConnectionLimits
 from svc_common.memory import Intake, MemoryLimit
 from svc_common.observe.admin import AdminServer
 from svc_common.observe.inspection import Inspector
 from svc_common.observe.metrics import ServiceMetrics, make_registry
-from svc_common.security.own_certificate import certificate_files
-from svc_common.security.tls import TlsFiles, server_credentials, ssl_context, tls_files
+from svc_common.security.tls import TlsFiles, certificate_files, server_credentials, ssl_context, tls_files
 from svc_common.serve import GrpcServer
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from svc_common.config import SettingError
-from svc_common.security.reread import Reread
+from svc_common.security.tls import Reread
 
 KEY_BYTES = 32
 NONCE_BYTES = 12

@@ -22,7 +22,7 @@ from itertools import islice
 
 import numpy as np
 
-from prefix_index.changes import PrefixChanges
+from prefix_index.index import PrefixChanges
 from scheduler_svc.core.admission.admission_control import AdmissionControl
 from scheduler_svc.core.admission.barrier import Barrier
 from scheduler_svc.core.admission.placement import Placement

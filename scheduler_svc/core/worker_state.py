@@ -52,8 +52,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from prefix_index.changes import Holder, PrefixChanges
 from prefix_index.hashing import NO_KEYS, block_bytes, chained, extend_digests, root_digest, token_bytes
+from prefix_index.index import Holder, PrefixChanges
 from request_fields.inputs import MAX_INPUT_BYTES
 from scheduler_svc.core.block_manager import BlockManager, Fill
 from scheduler_svc.core.messages import CachedBlock, Deltas, MovedExtra, RowAssignment, WorkerCapacity

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from svc_common.security.reread import Reread
+from svc_common.security.tls import Reread
 
 TAG_BYTES = 16
 SEAL_BYTES = 8 + TAG_BYTES

@@ -23,8 +23,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from svc_common.calls import MAX_PROBE_BYTES, ErrorInterceptor
+from svc_common.channels import ConnectionLimits
 from svc_common.config import OFF
-from svc_common.connections import ConnectionLimits
 from svc_common.errors import NotFoundError, UnimplementedError
 from svc_common.serve import SERVER_OPTIONS, BindError
 

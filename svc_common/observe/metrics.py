@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from svc_common.calls import RpcStats
-from svc_common.security.own_certificate import remaining_fraction
+from svc_common.security.tls import remaining_fraction
 
 PREFIX = "quire_"
 

@@ -16,7 +16,6 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from svc_common.redis.sentinel import SentinelUrl, is_sentinel_url, parse_sentinel_url
 from svc_common.redis.server import (
     CERT,
     KEY,
@@ -24,6 +23,9 @@ from svc_common.redis.server import (
     SENTINEL_PASSWORD,
     RedisFileError,
     RedisServer,
+    SentinelUrl,
+    is_sentinel_url,
+    parse_sentinel_url,
     read_password,
     tls_context,
 )

@@ -28,13 +28,10 @@ from typing import Any
 import grpc
 
 from svc_common.calls import PROBES, Admit, Context
-from svc_common.channels import BULK_OPTIONS, OpenChannel, ServiceChannel
+from svc_common.channels import BULK_OPTIONS, SCHEDULER_PINGS, WORKER_PINGS, OpenChannel, ServiceChannel
 from svc_common.config import Flag, FlagGroup, SettingError, path, switch, text
-from svc_common.connections import SCHEDULER_PINGS, WORKER_PINGS
 from svc_common.errors import PermissionDeniedError, UnauthenticatedError
-from svc_common.security.own_certificate import OwnCertificate
-from svc_common.security.reread import Reread
-from svc_common.security.tls import TlsFiles, TlsFlags, TlsReader, server_credentials, tls_files
+from svc_common.security.tls import OwnCertificate, Reread, TlsFiles, TlsFlags, TlsReader, server_credentials, tls_files
 from svc_common.serve import CHANNEL_OPTIONS
 
 SCHEME = "Bearer "

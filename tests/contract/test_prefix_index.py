@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from redis.exceptions import RedisError
 
-from prefix_index.changes import Holder, PrefixChanges
+from prefix_index.index import Holder, PrefixChanges
+from prefix_index.reader import PrefixSearch
 from prefix_index.redis_index import RedisPrefixIndex
-from prefix_index.search import PrefixSearch
 from tests.processes.redis_server import RedisServer
 
 DEADLINE_S = 60.0

@@ -22,7 +22,7 @@ from gateway_svc.records.memory_fields import MemoryFields
 from gateway_svc.records.redis_fields import RedisFields
 from gateway_svc.records.store import RecordLimits, RecordStore, Update
 from svc_common.errors import InvalidRequestError, OverloadedError, RecordsUnavailableError
-from svc_common.security import reread
+from svc_common.security import tls
 from tests.processes.redis_server import RedisServer
 
 SECRET = "a secret prompt"
@@ -183,7 +183,7 @@ def write_keys(path: Path, *keys: bytes) -> Path:
 
 
 def test_keys_of_records_rotate_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reread, "REREAD_S", 0.0)
+    monkeypatch.setattr(tls, "REREAD_S", 0.0)
     old, new = os.urandom(32), os.urandom(32)
     path = write_keys(tmp_path / "keys", old)
     cipher = make_cipher(path)

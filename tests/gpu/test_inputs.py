@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefix_index.content_ids import content_ids
+from prefix_index.hashing import content_ids
 from step_protocol.types import Pooling, PoolingKind, PoolingTask
 from tests.carried import embeddings, random_embeddings, with_content_ids
 from tests.gpu.driver import DeviceDriver, load

@@ -19,7 +19,7 @@ import pytest
 from quire.internal.v1 import worker_pb2
 from quire.v1 import types_pb2
 
-from prefix_index.content_ids import FIRST_CONTENT_ID, content_ids
+from prefix_index.hashing import FIRST_CONTENT_ID, content_ids
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.features.block_moves import BlockMove
 from scheduler_svc.core.features.inputs import Inputs

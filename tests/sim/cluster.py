@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from prefix_index.changes import Holder
+from prefix_index.index import Holder
 from request_fields.parameters import BeamParams
 from request_fields.sizes import blocks_of_row
 from scheduler_svc.core.admission.barrier import Hold, HoldMode

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefix_index.content_ids import FIRST_CONTENT_ID, content_digest, content_ids
+from prefix_index.hashing import FIRST_CONTENT_ID, content_digest, content_ids
 
 NUM_CONTENTS = 3
 MAX_LENGTH = 256

@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from prefix_index import hashing
-from prefix_index.content_ids import FIRST_CONTENT_ID
+from prefix_index.hashing import FIRST_CONTENT_ID
 from request_fields.fields import RepetitionDetection
 from request_fields.parameters import BeamParams, EarlyStopping
 from request_fields.sizes import blocks_of_row

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from prefix_index.content_ids import FIRST_CONTENT_ID
+from prefix_index.hashing import FIRST_CONTENT_ID
 from scheduler_svc.core.features.adapters import adapter_of
 from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.messages import CachedBlock, RowAssignment, WorkerCapacity

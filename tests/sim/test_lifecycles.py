@@ -13,7 +13,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from prefix_index.changes import PrefixChanges
+from prefix_index.index import PrefixChanges
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import NeverFitsError, QueueFullError, SchedulerError
 from scheduler_svc.core.messages import CachedBlock, Deltas, WorkerCapacity

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from prefix_index import hashing
-from prefix_index.content_ids import FIRST_CONTENT_ID
+from prefix_index.hashing import FIRST_CONTENT_ID
 from scheduler_svc.core import prompt_digests, scheduler, windows, worker_state
 from scheduler_svc.core.admission import admission_control
 from scheduler_svc.core.admission.barrier import Barrier, Hold, HoldState

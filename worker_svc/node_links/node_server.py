@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from svc_common.channels import bind_tcp
 from svc_common.security.trust import Trust
 from svc_common.serve import BindError
-from svc_common.sockets import bind_tcp
 from worker_svc.engine.nodes import Facts, NodesError, RankOutbox, difference
 from worker_svc.node_links.frames import LinkError, prepare, receive_text, send_frame, send_text
 from worker_svc.node_links.identity import Identity

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from prefix_index.content_ids import content_ids, input_digest
+from prefix_index.hashing import content_ids, input_digest
 from step_protocol.columns import EMPTY, F32, I64, U32, Bools
 from step_protocol.features import BeamCandidates, LogprobColumns, PromptLogprobs
 from step_protocol.messages import RowOpen, StepBatch, StepOutput

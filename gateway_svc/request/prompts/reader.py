@@ -22,7 +22,7 @@ from gateway_svc.request.sandbox.image_preparer import ImagePreparer
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
 from gateway_svc.request.threads import Lane
 from gateway_svc.request.tools import NO_TOOLS, ChatTools
-from prefix_index.content_ids import content_ids, input_digest
+from prefix_index.hashing import content_ids, input_digest
 
 PIECE_BYTES = 1 << 17  # other threads can run between pieces
 # By dtype: bytes of a number, its exponent bits, and the lowest of them.

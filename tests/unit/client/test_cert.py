@@ -15,8 +15,7 @@ from quire_cli.certificate_authority import Authority, write
 from gateway_svc.flags import make_parser
 from svc_common.config import parse
 from svc_common.observe.metrics import ServiceMetrics, make_registry
-from svc_common.security.own_certificate import OwnCertificate, certificate_files, remaining_fraction
-from svc_common.security.tls import TlsFiles
+from svc_common.security.tls import OwnCertificate, TlsFiles, certificate_files, remaining_fraction
 from svc_common.security.trust import INTERNAL
 from tests.promql import read_scrape
 

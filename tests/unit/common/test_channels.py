@@ -16,8 +16,8 @@ from quire.internal.v1.scheduler_pb2_grpc import (
     add_SchedulerServiceServicer_to_server,
 )
 
+from svc_common.calls import MAX_STREAM_FIELDS
 from svc_common.channels import ReceiveError, read_bundle
-from svc_common.field_counts import MAX_STREAM_FIELDS
 from svc_common.serve import GrpcServer, open_channel
 
 SERVICE = "quire.internal.v1.SchedulerService"

@@ -13,8 +13,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from svc_common import connections
-from svc_common.connections import MAX_METADATA_BYTES, ConnectionLimits
+from svc_common import channels
+from svc_common.channels import MAX_METADATA_BYTES, ConnectionLimits
 from svc_common.serve import GrpcServer
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # with empty SETTINGS
@@ -97,7 +97,7 @@ async def test_connections_above_the_limit_are_closed(serve: Serve, dial: Dial) 
 async def test_a_connection_that_sends_nothing_is_closed(
     serve: Serve, dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(channels, "HANDSHAKE_TIMEOUT_S", 0.3)
     server = await serve(ConnectionLimits())
     silent = await dial(server)
     with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
@@ -106,7 +106,7 @@ async def test_a_connection_that_sends_nothing_is_closed(
 
 
 async def test_an_idle_connection_is_closed(serve: Serve, dial: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "IDLE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(channels, "IDLE_TIMEOUT_S", 0.3)
     server = await serve(ConnectionLimits())
     idle = await dial(server)
     assert await idle.is_accepted()
@@ -171,7 +171,7 @@ def test_connections_leave_files_for_other_uses(
 def test_a_service_may_open_as_many_files_as_the_hard_limit() -> None:
     code = "; ".join(
         (
-            "import resource, svc_common.connections as c",
+            "import resource, svc_common.channels as c",
             "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))",
             "c.raise_file_limit()",
             "print(resource.getrlimit(resource.RLIMIT_NOFILE))",

@@ -9,9 +9,15 @@ import pytest
 from google.protobuf.message import DecodeError
 from quire.v1 import inference_pb2 as pb
 
-from svc_common import field_counts
-from svc_common.calls import ErrorInterceptor
-from svc_common.field_counts import MAX_FIELDS, NUMBERS_PER_FIELD, TooManyFieldsError, check_field_count, layout_of
+from svc_common import calls
+from svc_common.calls import (
+    MAX_FIELDS,
+    NUMBERS_PER_FIELD,
+    ErrorInterceptor,
+    TooManyFieldsError,
+    check_field_count,
+    layout_of,
+)
 
 GENERATE = layout_of(pb.GenerateRequest.DESCRIPTOR)
 
@@ -58,7 +64,7 @@ def test_many_fields_are_refused_with_their_limit(data: bytes) -> None:
 
 def test_a_small_message_is_not_counted() -> None:
     data = generate(chat={"messages": [{}] * 25_000})
-    assert len(data) < field_counts.SMALL_BYTES
+    assert len(data) < calls.SMALL_BYTES
     check_field_count(data, GENERATE)
 
 

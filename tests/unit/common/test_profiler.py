@@ -15,7 +15,7 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 
 from svc_common.errors import InvalidRequestError, OverloadedError
-from svc_common.observe import profiler
+from svc_common.observe import inspection
 from svc_common.observe.inspection import Inspector, answer_timeout_s, checked_times, without_secrets
 
 
@@ -38,7 +38,7 @@ def slices(trace: dict[str, Any], name: str) -> list[tuple[int, int]]:
 
 
 def test_consecutive_samples_become_slices() -> None:
-    recorder = profiler.StackRecorder()
+    recorder = inspection.StackRecorder()
     first, second = caller(), inner()
     for at, frame in ((0, first), (10, first), (20, second), (30, first)):
         recorder.sample({1: frame}, {1: "main"}, at)
@@ -54,7 +54,7 @@ def test_consecutive_samples_become_slices() -> None:
 
 
 def test_a_thread_that_ends() -> None:
-    recorder = profiler.StackRecorder()
+    recorder = inspection.StackRecorder()
     recorder.sample({1: inner(), 2: inner()}, {1: "a", 2: "b"}, 0)
     recorder.sample({1: inner()}, {1: "a"}, 10)
     trace = recorder.finish("test", 20)
@@ -62,8 +62,8 @@ def test_a_thread_that_ends() -> None:
 
 
 def test_deep_stacks_and_long_profiles_are_bounded() -> None:
-    assert len(profiler.stack_of(outer(500))) == profiler.MAX_DEPTH
-    recorder = profiler.StackRecorder(max_slices=10)
+    assert len(inspection.stack_of(outer(500))) == inspection.MAX_DEPTH
+    recorder = inspection.StackRecorder(max_slices=10)
     at = 0
     while not recorder.is_full:
         recorder.sample({1: inner() if at % 2 else caller()}, {}, at)
@@ -81,7 +81,7 @@ def test_the_running_function_is_in_the_profile() -> None:
     thread = threading.Thread(target=work_for_the_profile, name="worker-thread")
     thread.start()
     try:
-        data = profiler.record("quire-test", 0.2, 200, threading.Event())
+        data = inspection.record("quire-test", 0.2, 200, threading.Event())
     finally:
         stop.set()
         thread.join()
@@ -112,7 +112,7 @@ async def test_one_profile_at_a_time_and_it_ends_with_its_caller() -> None:
 
 def is_recording(thread: threading.Thread) -> bool:
     frame = sys._current_frames().get(thread.ident or 0)
-    return any(code is profiler.record.__code__ for code in profiler.stack_of(frame))
+    return any(code is inspection.record.__code__ for code in inspection.stack_of(frame))
 
 
 @pytest.mark.parametrize(("seconds", "hz", "field"), [(0.01, 10, "seconds"), (61.0, 10, "seconds"),

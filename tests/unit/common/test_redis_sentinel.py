@@ -18,8 +18,14 @@ from redis.exceptions import RedisError
 
 from svc_common.config import add_flags
 from svc_common.redis.connect import connect
-from svc_common.redis.sentinel import SentinelUrl, parse_sentinel_url
-from svc_common.redis.server import RedisServer, RedisSettingsError, redis_flags, redis_server
+from svc_common.redis.server import (
+    RedisServer,
+    RedisSettingsError,
+    SentinelUrl,
+    parse_sentinel_url,
+    redis_flags,
+    redis_server,
+)
 from tests.processes.port_proxy import PortProxy
 from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisSentinel

@@ -12,8 +12,7 @@ from quire_cli.certificate_authority import Authority, write
 
 from scheduler_svc import servicer as scheduler_servicer
 from svc_common.config import add_flags, make_parser, parse
-from svc_common.security.reread import REREAD_S
-from svc_common.security.tls import TlsFiles
+from svc_common.security.tls import REREAD_S, TlsFiles
 from svc_common.security.trust import (
     INTERNAL,
     TRUST_FLAGS,

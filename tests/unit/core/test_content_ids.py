@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from prefix_index.content_ids import DIGEST_BYTES, FIRST_CONTENT_ID, content_digest, content_ids
+from prefix_index.hashing import DIGEST_BYTES, FIRST_CONTENT_ID, content_digest, content_ids
 
 
 def ids_of(digest: bytes, length: int) -> list[int]:

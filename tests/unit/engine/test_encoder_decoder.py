@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from prefix_index.content_ids import content_ids, input_digest
+from prefix_index.hashing import content_ids, input_digest
 from step_protocol.messages import RowOpen, StepBatch, StepOutput
 from step_protocol.types import CarriedInput, EncoderInput
 from tests.processes.encoder_models import MAX_LEN, TEXT_SHAPES, make_speech_checkpoint, make_text_checkpoint, tone

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from prefix_index.content_ids import input_digest
+from prefix_index.hashing import input_digest
 from step_protocol.messages import ImageSpan
 from step_protocol.types import CarriedInput
 from tests.carried import with_content_ids

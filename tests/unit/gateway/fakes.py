@@ -39,7 +39,7 @@ from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from gateway_svc.servicer import SessionServicer, make_servicer
 from gateway_svc.text.chat_format import ParserNames
 from svc_common.calls import Admit
-from svc_common.connections import ConnectionLimits
+from svc_common.channels import ConnectionLimits
 from svc_common.memory import Intake, MemoryLimit
 from svc_common.observe.inspection import Inspector
 from svc_common.serve import GrpcServer, open_channel

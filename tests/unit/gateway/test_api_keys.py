@@ -12,7 +12,7 @@ from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.caller import Caller
 from gateway_svc.callers.flags import min_priority
 from gateway_svc.flags import make_parser
-from svc_common.security.reread import REREAD_S
+from svc_common.security.tls import REREAD_S
 from tests.unit.gateway.fakes import ABORTED, TestGateway, refused
 
 NO_MESSAGE = b"\xff\xff\xff"

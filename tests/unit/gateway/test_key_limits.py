@@ -15,7 +15,7 @@ from gateway_svc.limits.buckets import ADMITTED, LocalBuckets, RateBuckets, Redi
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.limits.settings import LimitsError, LimitsFile, OwnerLimits, read_limits
 from svc_common.errors import InvalidRequestError, OverloadedError, PermissionDeniedError
-from svc_common.security.reread import REREAD_S
+from svc_common.security.tls import REREAD_S
 from tests.processes.redis_server import RedisServer
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, rest, until
 

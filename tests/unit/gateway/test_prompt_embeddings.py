@@ -30,7 +30,7 @@ from gateway_svc.request.prompts.readers import check_prompt_size, check_tokeniz
 from gateway_svc.schedulers.submitter import chain_of
 from gateway_svc.schedulers.wire import submit_from_plan
 from gateway_svc.text.bundle import ModelText
-from prefix_index.content_ids import FIRST_CONTENT_ID
+from prefix_index.hashing import FIRST_CONTENT_ID
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.gateways.submits import SubmitReader
 from svc_common.errors import ContextLengthError, InvalidRequestError

@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from prefix_index.changes import PrefixChanges
-from prefix_index.index import NoPrefixIndex, PrefixIndex
+from prefix_index.index import NoPrefixIndex, PrefixChanges, PrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.features.adapters import AdapterSwap
 from scheduler_svc.core.messages import Deltas

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from prefix_index.changes import Holder, RemoteHolder
+from prefix_index.index import Holder, RemoteHolder
 from scheduler_svc.core.features.block_moves import BlockSearch
 from scheduler_svc.core.features.block_sources import LentBlocks
 from scheduler_svc.other_schedulers import OtherSchedulers, lend

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scheduler_svc.workers.seals import BlockKeyError, BlockKeys, LeaseIds, read_block_keys
-from svc_common.security import reread
+from svc_common.security import tls
 
 KEY, OLD_KEY = b"k" * 32, b"o" * 32
 LEASE = LeaseIds(worker_epoch=2**63, scheduler_epoch=7)
@@ -65,7 +65,7 @@ def test_a_bad_key_file_is_refused(tmp_path: Path, content: str) -> None:
 
 def test_keys_rotate_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new key is added, moved to the first line, and the old one removed, while schedulers run."""
-    monkeypatch.setattr(reread, "REREAD_S", 0.0)
+    monkeypatch.setattr(tls, "REREAD_S", 0.0)
     path = tmp_path / "keys"
 
     def write(*keys: bytes) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from prefix_index.changes import Holder, PrefixChanges
+from prefix_index.index import Holder, PrefixChanges
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason

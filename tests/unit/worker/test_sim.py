@@ -16,7 +16,7 @@ import pytest
 from quire_client.demo import demo_model_dir
 from tokenizers import Tokenizer
 
-from prefix_index.content_ids import input_digest
+from prefix_index.hashing import input_digest
 from request_fields.fields import SamplingParams
 from request_fields.parameters import Grammar, GrammarKind
 from step_protocol.columns import EMPTY

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefix_index.content_ids import DIGEST_BYTES, FIRST_CONTENT_ID, content_ids
+from prefix_index.hashing import DIGEST_BYTES, FIRST_CONTENT_ID, content_ids
 from request_fields.inputs import AUDIO_DTYPES, EMBEDDING_DTYPES, INPUT_DTYPE_BYTES, LEVELS
 from step_protocol.columns import I64
 from step_protocol.messages import ImageSpan, RowOpen

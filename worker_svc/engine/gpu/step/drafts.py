@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from prefix_index.content_ids import FIRST_CONTENT_ID
+from prefix_index.hashing import FIRST_CONTENT_ID
 from step_protocol.columns import I64, U32, Bools
 from step_protocol.messages import RowOpen, StepBatch
 from worker_svc.engine.gpu.kernels.drafts import HAS_DRAFT, HISTORY, IS_RIGHT, NO_TOKEN, DraftTables
