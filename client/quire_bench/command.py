@@ -154,7 +154,7 @@ def make_backend(args: argparse.Namespace) -> BenchBackend:
         from quire_bench.openai_backend import OpenAIBackend
 
         return OpenAIBackend(args.base_url, args.model, options, args.extra_body, args.api_key)
-    from quire_bench.quire_backend import QuireBackend
+    from quire_bench.backend import QuireBackend
 
     return QuireBackend(args.target, args.model, options, tls_option(args), args.api_key)
 

@@ -2,7 +2,6 @@
 
 from quire_client.aio import AsyncClient, AsyncGenerateStream, AsyncSession
 from quire_client.connection.tls import Tls
-from quire_client.embeddings import PromptEmbeddings
 from quire_client.errors import (
     AlreadyExists,
     Cancelled,
@@ -26,7 +25,7 @@ from quire_client.errors import (
 )
 from quire_client.inputs import Audio, Image
 from quire_client.requests.chat import ChatOptions
-from quire_client.requests.generate import GenerateOptions
+from quire_client.requests.generate import GenerateOptions, PromptEmbeddings
 from quire_client.retry import RetryPolicy
 from quire_client.sync import Client, GenerateStream, Session
 from quire_client.types import (

@@ -5,6 +5,7 @@ docs/resume-protocol.md has the rules for clients in other languages.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from quire_client.errors import (
     StreamEndedEarly,
     invalid,
 )
+
+log = logging.getLogger("quire")
+log.addHandler(logging.NullHandler())
+
 
 PROBE_TIMEOUT_S = 2.0
 REDIAL_S = 60.0

@@ -23,9 +23,8 @@ from quire_client.errors import ConnectionFailed, QuireError, Unauthenticated
 from quire_client.sync import Client
 
 from quire_cli.connection import tls_option
-from quire_cli.installation import SERVICES, install_command, is_installed
+from quire_cli.installation import SERVICES, RedisUrlError, install_command, is_installed, ping
 from quire_cli.output import count, to_json
-from quire_cli.redis_ping import RedisUrlError, ping
 from quire_cli.stack.plan import has_gpu
 from quire_cli.stack.supervisor import cores
 

@@ -9,10 +9,9 @@ import time
 from quire_client.sync.client import Client
 from quire_client.types import ModelInfo, SchedulerStatus, Status, WorkerStatus
 
-from quire_cli.commands.top_screen import seconds_text
+from quire_cli.commands.top_screen import RateMeter, Rates, seconds_text
 from quire_cli.connection import connect
 from quire_cli.output import complain, count, read_stdin, table, to_json, write
-from quire_cli.rates import RateMeter, Rates
 
 WATCH_INTERVAL_S = 1.0
 OPERATORS_ONLY = (

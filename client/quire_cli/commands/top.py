@@ -16,10 +16,9 @@ from quire_client.sync.client import Client
 from quire_client.types import Status
 
 from quire_cli.commands.status import OPERATORS_ONLY
-from quire_cli.commands.top_screen import SPARK_WIDTH, Look, View, screen
+from quire_cli.commands.top_screen import SPARK_WIDTH, Look, RateMeter, Rates, View, screen
 from quire_cli.connection import connect
 from quire_cli.output import complain
-from quire_cli.rates import RateMeter, Rates
 
 TEXT_WIDTH = 80
 TEXT_HEIGHT = 60

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hub_models.find import HubError, find_model, parse_name
-from quire_cli.installation import SERVICES, install_command, is_installed
-from quire_cli.redis_ping import RedisUrlError, ping
+from quire_cli.installation import SERVICES, RedisUrlError, install_command, is_installed, ping
 from quire_cli.stack.arguments import flags_of
 from quire_cli.stack.local_trust import LocalTrust, make_trust
 from quire_cli.stack.supervisor import ServiceSpec, flag_arguments, free_ports, is_free, threads_each

@@ -14,9 +14,8 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import rollouts_pb2, session_pb2
 
 from quire_client import convert
-from quire_client.aio.calls import AsyncCalls
 from quire_client.aio.session import AsyncSession
-from quire_client.aio.stream import AsyncGenerateStream
+from quire_client.aio.stream import AsyncCalls, AsyncGenerateStream
 from quire_client.aio.transport import Gateway, channel_openers
 from quire_client.connection.channel import Metadata, call_metadata, extra_metadata, health_request, health_state
 from quire_client.connection.tls import Tls

@@ -1,18 +1,179 @@
-"""Targets, channels, metadata and health messages of both clients."""
+"""Targets, channels, metadata and health messages of both clients, the choice of a gateway for the next attempt, and
+why none answers at an address: gRPC's own message often does not name the cause.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import socket
+import ssl
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 
-from quire_client.connection.diagnosis import cannot_connect, check_address
 from quire_client.connection.tls import Tls, channel_security
-from quire_client.errors import QuireError, invalid
+from quire_client.errors import ConnectionFailed, QuireError, invalid
+
+TIMEOUT_S = 1.0
+MAX_PORT = 65_535
+ADDRESS = re.compile(r"(?:(?:dns:(?:///)?)?)(?P<host>\[[0-9a-fA-F:.%]+\]|[^:/\[\]]+):(?P<port>[^:/]+)")
+OTHER_SCHEMES = ("unix:", "unix-abstract:", "ipv4:", "ipv6:", "xds:", "vsock:", "dns:")  # names that gRPC resolves
+# An HTTP/2 client starts with this preface and a SETTINGS frame; a server answers with its own SETTINGS frame.
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+HTTP_REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+SETTINGS = b"\x04"
+TLS_ALERT = b"\x15\x03"
+
+# Messages of failed TLS connections, and the remedy.
+TLS_ADVICE = {
+    "CERTIFICATE_VERIFY_FAILED": "the CA of the server's certificate is unknown; set --tls-ca, QUIRE_TLS_CA or "
+    "Tls(ca_file=...)",
+    "Hostname Verification Check failed": "the server's certificate has another name; set --tls-server-name, "
+    "QUIRE_TLS_SERVER_NAME or Tls(server_name=...)",
+}
+NO_TLS = "the server does not use TLS; remove --tls, tls= and the QUIRE_TLS* variables"
+NEEDS_TLS = "the server requires TLS; set --tls, QUIRE_TLS=1 or tls=True"
+CLOSED = (
+    "the server closed the connection; it may require a client certificate (--tls-cert and --tls-key, or "
+    "Tls(cert_file=..., key_file=...))"
+)
+IS_HTTP = "an HTTP server listens there; use the gateway's gRPC port (`quire up`: 50051), not its HTTP port"
+REFUSED = "connection refused: nothing listens there; start a gateway with `quire up`, or set QUIRE_TARGET=host:port"
+
+
+def check_address(target: str) -> None:
+    """Raises InvalidRequest if `target` is a URL, has no port or has an invalid port."""
+    if target.startswith(OTHER_SCHEMES):
+        return
+    scheme, has_scheme, rest = target.partition("://")
+    if has_scheme or "/" in target:
+        tls = " with --tls (tls=True)" if scheme == "https" else ""
+        address = (rest if has_scheme else target).partition("/")[0]
+        shown = address if ":" in address else f"{address or 'host'}:50051"
+        raise invalid("target", f"target {target!r} is a URL; write {shown}{tls}")
+    match = ADDRESS.fullmatch(target)
+    if match is None:
+        example = f"[{target}]:50051" if target.count(":") > 1 else f"{target.strip(':/') or 'host'}:50051"
+        raise invalid("target", f"target {target!r} has no port; write host:port, e.g. {example}")
+    if not match["port"].isdigit() or not 0 < int(match["port"]) <= MAX_PORT:
+        raise invalid("target", f"target {target!r}: the port must be a number from 1 to {MAX_PORT}")
+
+
+def cannot_connect(targets: Sequence[str], error: QuireError, *, is_tls: bool) -> ConnectionFailed:
+    """The error of a `connect` without an answer. Blocks for a few seconds: it opens a connection to find the cause."""
+    cause = next((advice for words, advice in TLS_ADVICE.items() if words in error.message), None)
+    cause = cause or diagnose(targets[0], is_tls=is_tls) or error.message.rpartition(": ")[2].rstrip("]")
+    return ConnectionFailed(f"no gateway answers at {', '.join(targets)}: {cause}")
+
+
+def diagnose(target: str, *, is_tls: bool) -> str | None:
+    """Why a gRPC connection to `target` fails, and the remedy. None: unknown."""
+    match = ADDRESS.fullmatch(target)
+    if match is None:
+        return None
+    address = (match["host"].strip("[]"), int(match["port"]))
+    try:
+        answer = _answer(address, PREFACE)
+    except socket.gaierror:
+        return f"the host name {address[0]!r} is unknown"
+    except ConnectionRefusedError:
+        return REFUSED
+    except TimeoutError:
+        return "the host does not answer; check the address, the network and firewalls"
+    except OSError as error:
+        return f"{error.strerror or error}"
+    if answer[3:4] == SETTINGS:
+        return NO_TLS if is_tls else "the server accepts connections, but does not answer calls; see the gateway's log"
+    if _answer(address, HTTP_REQUEST).startswith(b"HTTP/1"):
+        return IS_HTTP
+    if not is_tls and (answer.startswith(TLS_ALERT) or _speaks_tls(address)):
+        return NEEDS_TLS
+    return CLOSED
+
+
+def _answer(address: tuple[str, int], request: bytes) -> bytes:
+    """The first bytes that the server sends after a plaintext request; empty if it sends none."""
+    with socket.create_connection(address, TIMEOUT_S) as connection:
+        with contextlib.suppress(OSError):  # includes TimeoutError: the server sends nothing
+            connection.sendall(request)
+            return connection.recv(64)
+        return b""
+
+
+def _speaks_tls(address: tuple[str, int]) -> bool:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # only the protocol matters; nothing is sent
+    context.set_alpn_protocols(["h2"])
+    try:
+        with socket.create_connection(address, TIMEOUT_S) as connection:
+            context.wrap_socket(connection).close()
+    except ssl.SSLError as error:
+        return "ALERT" in str(error)  # a TLS server that refuses this client
+    except OSError:
+        return False
+    return True
+
+
+AVOID_S = 1.0  # how long a gateway is avoided after a refusal or a break
+AVOID_FROZEN_S = 30.0  # longer, because each call to a hanging gateway costs a stall timeout; a probe can end it
+
+
+@dataclass(slots=True)
+class _Target:
+    avoid_until: float = 0.0
+    is_frozen: bool = False
+    alive_at: float = -1e9
+
+
+class TargetRing:
+    """Round robin over gateways; gateways that failed recently are chosen last. Threads may share it without a lock: a
+    lost update only costs one attempt.
+    """
+
+    def __init__(self, num_targets: int) -> None:
+        self._targets = [_Target() for _ in range(num_targets)]
+        self._last = num_targets - 1
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def next(self, now: float) -> int:
+        """The next working gateway; if there is none, the gateway whose avoid time ends first."""
+        order = [(self._last + 1 + i) % len(self._targets) for i in range(len(self._targets))]
+        best = min(order, key=lambda index: max(0.0, self._targets[index].avoid_until - now))
+        self._last = best
+        return best
+
+    def has_working(self, now: float) -> bool:
+        """Whether at least one gateway has not failed recently."""
+        return any(target.avoid_until <= now for target in self._targets)
+
+    def failed(self, index: int, now: float, *, is_frozen: bool = False) -> None:
+        """Avoid a gateway: AVOID_S after a refusal or a break; a frozen gateway AVOID_FROZEN_S or until it answers."""
+        target = self._targets[index]
+        target.is_frozen = target.is_frozen or is_frozen
+        target.avoid_until = now + (AVOID_FROZEN_S if target.is_frozen else AVOID_S)
+
+    def works(self, index: int, now: float) -> None:
+        """The gateway answered."""
+        target = self._targets[index]
+        target.alive_at = now
+        target.avoid_until = 0.0
+        target.is_frozen = False
+
+    def alive_at(self, index: int) -> float:
+        """The time of the gateway's last answer."""
+        return self._targets[index].alive_at
+
+    def frozen(self) -> list[int]:
+        """The gateways that hang. The caller probes them."""
+        return [index for index, target in enumerate(self._targets) if target.is_frozen]
+
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Protocol
 
-from quire_client.connection.targets import TargetRing
+from quire_client.connection.channel import TargetRing
 
 MAX_TICK_S = 0.5
 LINGER_S = 5.0

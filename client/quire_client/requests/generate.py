@@ -3,19 +3,54 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from google.protobuf.message import Message as ProtoMessage
 from quire.v1 import inference_pb2 as pb
 
-from quire_client.embeddings import PromptEmbeddings
 from quire_client.errors import invalid
 from quire_client.inputs import Audio
 from quire_client.options import RequestOptions
 from quire_client.requests.chat import ChatOptions, Messages, fill_chat, read_image
 from request_fields.fields import FIELDS, Field, Kind
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+DTYPES = {"f": "F32", "e": "F16"}  # by format of the buffer protocol
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbeddings:
+    """A prompt as input embeddings [positions, hidden_size], for example of prompt tuning.
+
+    `data` is a safetensors file with one tensor of type float32, bfloat16 or float16:
+
+        PromptEmbeddings(safetensors.torch.save({"prompt": tensor}))
+        PromptEmbeddings.of(array)  # a numpy array
+    """
+
+    data: bytes
+
+    @classmethod
+    def of(cls, rows: Buffer) -> Self:
+        """From a contiguous array of float32 or float16 with two dimensions, such as a numpy array."""
+        view = memoryview(rows)
+        if view.ndim != 2 or view.format not in DTYPES or not view.c_contiguous or sys.byteorder != "little":
+            raise invalid(
+                "prompt",
+                f"embeddings are an array with {view.ndim} dimensions and format {view.format!r}; must be a contiguous "
+                "little-endian array of float32 or float16 with 2 dimensions; use safetensors for other types",
+            )
+        fields = {"dtype": DTYPES[view.format], "shape": view.shape, "data_offsets": [0, view.nbytes]}
+        header = json.dumps({"prompt": fields}).encode()
+        header += b" " * (-len(header) % 8)
+        return cls(len(header).to_bytes(8, "little") + header + view.tobytes())
+
 
 Prompt = str | Iterable[int] | PromptEmbeddings | Audio  # text, token ids, input embeddings, or speech
 

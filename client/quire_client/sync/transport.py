@@ -18,8 +18,7 @@ from quire.v1.rollouts_pb2_grpc import RolloutServiceStub
 from quire.v1.session_pb2_grpc import SessionServiceStub
 
 from quire_client.connection import channel as connection
-from quire_client.connection.channel import HEALTH_METHOD, Metadata, health_request, health_state, joined
-from quire_client.connection.targets import TargetRing
+from quire_client.connection.channel import HEALTH_METHOD, Metadata, TargetRing, health_request, health_state, joined
 from quire_client.errors import Cancelled, QuireError, client_closed, error_from_rpc, unanswered
 from quire_client.retry import PROBE_TIMEOUT_S, REDIAL_S
 

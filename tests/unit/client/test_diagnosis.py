@@ -13,7 +13,7 @@ import grpc
 import pytest
 import trustme
 from quire_client import AsyncClient, Client, ConnectionFailed, InvalidRequest, Tls
-from quire_client.connection.diagnosis import check_address, diagnose
+from quire_client.connection.channel import check_address, diagnose
 from quire_client.testing import FakeGateway
 
 from tests.http_thread import HttpThread

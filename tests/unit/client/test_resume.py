@@ -28,8 +28,7 @@ from quire_client import (
     StreamEndedEarly,
 )
 from quire_client.assembly import StreamAssembler, load_digest
-from quire_client.connection.channel import resolve_targets
-from quire_client.connection.targets import AVOID_FROZEN_S, AVOID_S, TargetRing
+from quire_client.connection.channel import AVOID_FROZEN_S, AVOID_S, TargetRing, resolve_targets
 from quire_client.errors import InternalError, Overloaded
 from quire_client.retry import ResumePolicy, Resumption
 from quire_client.testing import FakeGateway

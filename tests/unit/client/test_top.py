@@ -6,8 +6,18 @@ import dataclasses
 
 import pytest
 from quire_cli import main
-from quire_cli.commands.top_screen import Look, View, count_text, pool_bar, screen, seconds_text, shortened
-from quire_cli.rates import RateMeter, Rates, quantile
+from quire_cli.commands.top_screen import (
+    Look,
+    RateMeter,
+    Rates,
+    View,
+    count_text,
+    pool_bar,
+    quantile,
+    screen,
+    seconds_text,
+    shortened,
+)
 from quire_client.testing import FakeGateway
 from quire_client.types import LatencyHistogram, OpenRequest, SchedulerStatus, Status, WorkerStatus
 
