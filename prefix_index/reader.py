@@ -109,12 +109,7 @@ class RedisPrefixReader:
     """
 
     def __init__(
-        self,
-        server: RedisServer | str,
-        *,
-        namespace: str = "quire",
-        timeout_s: float = 0.02,
-        pause_s: float = 1.0,
+        self, server: RedisServer | str, *, namespace: str = "quire", timeout_s: float = 0.02, pause_s: float = 1.0
     ) -> None:
         self._redis = connect(server, PING_TIMEOUT_S)
         self._server = Availability("replicas are chosen by cached prefixes")

@@ -64,8 +64,7 @@ def check_beam_fields(fields_set: Mapping[str, Any]) -> None:
             value = fields_set[path]
             shown = f"is {value:g}" if isinstance(value, int | float) else "is set"
             raise FieldError(
-                path,
-                f"{shown}, and sampling.beam_width is {width}; beam search does not support it: unset one",
+                path, f"{shown}, and sampling.beam_width is {width}; beam search does not support it: unset one"
             )
 
 

@@ -90,12 +90,7 @@ class QuireBackend:
     """Owns one AsyncClient with one channel per gateway, like a program that uses the SDK."""
 
     def __init__(
-        self,
-        target: str | None,
-        model: str,
-        options: SendOptions,
-        tls: Tls | None = None,
-        api_key: str | None = None,
+        self, target: str | None, model: str, options: SendOptions, tls: Tls | None = None, api_key: str | None = None
     ) -> None:
         self._api_key = api_key
         self._target = target

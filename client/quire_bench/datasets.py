@@ -82,7 +82,7 @@ def shared_prefixes(
     prefixes = [_tokens(prefix_len, vocab_size, rng) for _ in range(num_groups)]
     return [
         DatasetConversation(
-            (Turn(rng.choice(prefixes) + _tokens(inputs.draw(rng), vocab_size, rng), outputs.draw(rng)),),
+            (Turn(rng.choice(prefixes) + _tokens(inputs.draw(rng), vocab_size, rng), outputs.draw(rng)),)
         )
         for _ in range(count)
     ]

@@ -169,8 +169,7 @@ class StreamAssembler:
             return StreamEndedEarly("the stream ended before the request was accepted", request_id=self.request_id)
         num_finished = len(self._samples) - self._num_open
         return StreamEndedEarly(
-            f"the stream ended with {num_finished} of {len(self._samples)} samples finished",
-            request_id=self.request_id,
+            f"the stream ended with {num_finished} of {len(self._samples)} samples finished", request_id=self.request_id
         )
 
     def result(self) -> GenerateResult:

@@ -193,11 +193,7 @@ class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         worker = pb.WorkerInfo(
-            worker_id="w0",
-            address="localhost:0",
-            state=types_pb2.WORKER_STATE_READY,
-            rows_total=8,
-            blocks_free=64,
+            worker_id="w0", address="localhost:0", state=types_pb2.WORKER_STATE_READY, rows_total=8, blocks_free=64
         )
         scheduler = pb.SchedulerStatus(
             address="localhost:0", model=self._model, connected=True, prefix_index="memory", workers=[worker]

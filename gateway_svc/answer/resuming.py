@@ -72,10 +72,7 @@ def record_of(request: pb.GenerateRequest, plan: GenerationPlan, notes: bytes) -
 
 @asynccontextmanager
 async def recorded(
-    recorder: OutputRecorder,
-    content: record_pb2.RequestRecord,
-    submission: Submission,
-    resumed: Resumed | None,
+    recorder: OutputRecorder, content: record_pb2.RequestRecord, submission: Submission, resumed: Resumed | None
 ) -> AsyncIterator[Recording]:
     """Keep the record of a request while it is open. A request that follows a run is sent when that run ends."""
     request, record_id = submission.request, submission.request.request_id

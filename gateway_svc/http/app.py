@@ -19,12 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway_svc.answer.request_meter import http_request_id
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.caller import CANCELLED, OK, annotate, current_caller
-from gateway_svc.http.errors import (
-    BodyTooLargeError,
-    MethodNotAllowedError,
-    error_body_of,
-    error_headers,
-)
+from gateway_svc.http.errors import BodyTooLargeError, MethodNotAllowedError, error_body_of, error_headers
 from gateway_svc.http.json_text import encode
 from gateway_svc.http.origins import SitePolicy
 from gateway_svc.operators.audit import AuditLog

@@ -248,10 +248,7 @@ def _speech_of(data: bytes, content_type: str, task: str) -> Speech:
     if stream == "true" and answer not in PLAIN:
         raise invalid("stream", f"is true, but response_format {answer} is not streamed; set it to json or text")
     audio = pb.Audio(
-        data=form.files["file"],
-        language=form.value("language") or "",
-        task=task,
-        prompt=form.value("prompt") or "",
+        data=form.files["file"], language=form.value("language") or "", task=task, prompt=form.value("prompt") or ""
     )
     request = pb.GenerateRequest(
         model=form.value("model") or "",

@@ -250,10 +250,7 @@ def _answer(path: str) -> Schema:
 
 
 def _error(words: str) -> Schema:
-    return {
-        "description": words,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
-    }
+    return {"description": words, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
 
 
 def _error_schema() -> Schema:

@@ -29,11 +29,7 @@ PAUSE_MODES = {
     "wait": pb.PAUSE_MODE_FINISH,
     "finish": pb.PAUSE_MODE_FINISH,
 }
-RUNNING_ROWS = {
-    "recompute": pb.RUNNING_ROWS_RECOMPUTE,
-    "keep": pb.RUNNING_ROWS_KEEP,
-    "retire": pb.RUNNING_ROWS_RETIRE,
-}
+RUNNING_ROWS = {"recompute": pb.RUNNING_ROWS_RECOMPUTE, "keep": pb.RUNNING_ROWS_KEEP, "retire": pb.RUNNING_ROWS_RETIRE}
 LEVELS = ("0", "1", "2")
 ENDPOINTS = {  # names of handlers, which end the paths, by method and beginning of the path
     ("POST", ""): (
@@ -262,8 +258,4 @@ def _tensor(one: pb.TensorChecksum) -> dict[str, Any]:
 
 
 def _weights(weights: types_pb2.WeightVersion) -> dict[str, Any]:
-    return {
-        "weight_version": weights.version,
-        "revision": weights.revision,
-        "weights_digest": weights.weights_digest,
-    }
+    return {"weight_version": weights.version, "revision": weights.revision, "weights_digest": weights.weights_digest}

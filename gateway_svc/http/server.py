@@ -25,12 +25,7 @@ class HttpServer:
     """Serves an app at an address."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        listen: str,
-        *,
-        max_connections: int = MAX_CONNECTIONS,
-        tls: ssl.SSLContext | None = None,
+        self, app: ASGIApp, listen: str, *, max_connections: int = MAX_CONNECTIONS, tls: ssl.SSLContext | None = None
     ) -> None:
         self._listen = listen
         http = HttpProtocol.limited(max_connections)

@@ -33,10 +33,7 @@ class CallAdmission:
         self._isolates_tenants = isolates_tenants
 
     def model(
-        self,
-        request: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest,
-        revision: str = "",
-        adapter: str = "",
+        self, request: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest, revision: str = "", adapter: str = ""
     ) -> ServedModel:
         """The model of a request whose fields are checked. Raises ServiceError if the caller may not use it now."""
         model = self._directory.find(request.model, revision, adapter)

@@ -191,10 +191,7 @@ def make_http_apps(
 
 
 def make_http(
-    args: argparse.Namespace,
-    make_app: MakeApp | None,
-    authenticator: Authenticator | None,
-    tls: TlsFiles | None,
+    args: argparse.Namespace, make_app: MakeApp | None, authenticator: Authenticator | None, tls: TlsFiles | None
 ) -> HttpServer | None:
     """The port of the HTTP API, if it is on. Raises TlsError."""
     if make_app is None or args.http_listen == config.OFF:
@@ -202,12 +199,7 @@ def make_http(
     from gateway_svc.http.server import HttpServer
 
     context = None if tls is None else ssl_context(tls)
-    return HttpServer(
-        make_app(authenticator),
-        args.http_listen,
-        max_connections=args.http_max_connections,
-        tls=context,
-    )
+    return HttpServer(make_app(authenticator), args.http_listen, max_connections=args.http_max_connections, tls=context)
 
 
 def make_console(

@@ -149,9 +149,7 @@ def _check(request: pb.GenerateRequest, model: ServedModel, max_tokens: int, gra
 
 def resolve_sampling(asked: types.SamplingParams, model: ServedModel, *, drawn_seed: int) -> types.SamplingParams:
     """Every supported field: the request's value, else the model's, else the default."""
-    return types.SamplingParams(
-        **checks.resolve_sampling(asked, model.info.default_sampling, drawn_seed=drawn_seed),
-    )
+    return types.SamplingParams(**checks.resolve_sampling(asked, model.info.default_sampling, drawn_seed=drawn_seed))
 
 
 def _set_grammar(sampling: types.SamplingParams, grammar: Grammar) -> None:

@@ -291,9 +291,7 @@ class AttachStream:
 def _weights_of(info: types.ModelInfo) -> pb.WeightsChange:
     """The weights when a stream begins."""
     weights = types.WeightVersion(
-        version=info.weight_version,
-        revision=info.weights_revision or info.revision,
-        weights_digest=info.weights_digest,
+        version=info.weight_version, revision=info.weights_revision or info.revision, weights_digest=info.weights_digest
     )
     return pb.WeightsChange(weights=weights)
 

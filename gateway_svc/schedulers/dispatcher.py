@@ -73,11 +73,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self,
-        clients: Sequence[SchedulerClient],
-        *,
-        patience_s: float,
-        on_change: Callable[[], None] = lambda: None,
+        self, clients: Sequence[SchedulerClient], *, patience_s: float, on_change: Callable[[], None] = lambda: None
     ) -> None:
         self._clients = clients
         self._patience_s = patience_s

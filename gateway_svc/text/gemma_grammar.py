@@ -17,7 +17,7 @@ from gateway_svc.text.lark import Lark
 from grammars.schemas import SHARED, GrammarError, Schema
 
 ANNOTATIONS = frozenset(
-    (*SHARED, "title", "description", "default", "examples", "format", "deprecated", "readOnly", "writeOnly", "strict"),
+    (*SHARED, "title", "description", "default", "examples", "format", "deprecated", "readOnly", "writeOnly", "strict")
 ) | {"$schema", "$id", "$comment"}
 OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 KEYWORDS: Mapping[str, tuple[str, ...]] = {  # enforced keywords, by type

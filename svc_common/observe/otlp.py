@@ -85,14 +85,7 @@ class Tracer:
         return OpenSpan(span, self._clock)
 
     def add(
-        self,
-        name: str,
-        *,
-        parent: str,
-        start: float,
-        end: float,
-        attributes: Attributes | None = None,
-        error: str = "",
+        self, name: str, *, parent: str, start: float, end: float, attributes: Attributes | None = None, error: str = ""
     ) -> None:
         """Record a span that is over."""
         self.begin(name, parent=parent, at=start, attributes=attributes).end(max(start, end), error=error)

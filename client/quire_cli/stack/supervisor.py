@@ -54,11 +54,7 @@ class Death:
 
 
 async def start_program(
-    command: Sequence[str],
-    *,
-    stdin: int,
-    output: IO[bytes] | None = None,
-    environment: Mapping[str, str] | None = None,
+    command: Sequence[str], *, stdin: int, output: IO[bytes] | None = None, environment: Mapping[str, str] | None = None
 ) -> asyncio.subprocess.Process:
     """Start a program, by its path. It gets SIGTERM when this process dies for any reason. Raises OSError.
 

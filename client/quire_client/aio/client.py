@@ -309,12 +309,7 @@ class AsyncClient:
         return response.prompt_tokens
 
     async def detokenize(
-        self,
-        ids: Iterable[int],
-        *,
-        model: str = "",
-        skip_special_tokens: bool = False,
-        timeout_s: float | None = None,
+        self, ids: Iterable[int], *, model: str = "", skip_special_tokens: bool = False, timeout_s: float | None = None
     ) -> str:
         """Text of token ids; incomplete characters become U+FFFD."""
         request = requests.detokenize_request(ids, model or self._model, skip_special_tokens)

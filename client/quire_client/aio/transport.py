@@ -34,16 +34,7 @@ OTHER_LOOP = (
     "or use the synchronous Client"
 )
 
-__all__ = [
-    "AsyncGateways",
-    "BoundedEvent",
-    "Call",
-    "Gateway",
-    "channel_openers",
-    "in_thread",
-    "read_event",
-    "sleep",
-]
+__all__ = ["AsyncGateways", "BoundedEvent", "Call", "Gateway", "channel_openers", "in_thread", "read_event", "sleep"]
 
 
 class Call(Protocol):

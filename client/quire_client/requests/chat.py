@@ -17,11 +17,7 @@ MessageLike = Message | Mapping[str, Any] | tuple[str, str]
 Messages = str | Iterable[MessageLike]
 
 MAX_CHARS_SHOWN = 80
-TOOL_CHOICES = {
-    "auto": pb.TOOL_CHOICE_AUTO,
-    "none": pb.TOOL_CHOICE_NONE,
-    "required": pb.TOOL_CHOICE_REQUIRED,
-}
+TOOL_CHOICES = {"auto": pb.TOOL_CHOICE_AUTO, "none": pb.TOOL_CHOICE_NONE, "required": pb.TOOL_CHOICE_REQUIRED}
 MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning", "reasoning_content"}
 IGNORED_KEYS = {"refusal", "annotations", "audio", "function_call"}  # in OpenAI's answers; they must be empty
 

@@ -93,10 +93,7 @@ def _with_nearest(option: str) -> str:
 
 
 def generate_request(
-    prompt: Prompt | None,
-    token_ids: Iterable[int] | None,
-    messages: Messages | None,
-    options: Mapping[str, Any],
+    prompt: Prompt | None, token_ids: Iterable[int] | None, messages: Messages | None, options: Mapping[str, Any]
 ) -> pb.GenerateRequest:
     """A GenerateRequest. Raises TypeError for an unknown option, InvalidRequest for a value of the wrong type."""
     check_options(options)
@@ -151,10 +148,7 @@ def resume_request(request_id: str, after: int | Mapping[int, int]) -> pb.Resume
 
 
 def prompt_message(
-    prompt: Prompt | None,
-    token_ids: Iterable[int] | None,
-    messages: Messages | None,
-    options: Mapping[str, Any],
+    prompt: Prompt | None, token_ids: Iterable[int] | None, messages: Messages | None, options: Mapping[str, Any]
 ) -> pb.Prompt:
     """A Prompt from exactly one of `prompt`, `token_ids` and `messages`. `prompt` may also be a list of token ids,
     PromptEmbeddings or Audio.

@@ -24,16 +24,7 @@ from quire_client.retry import PROBE_TIMEOUT_S, REDIAL_S
 
 T = TypeVar("T")
 
-__all__ = [
-    "BoundedEvent",
-    "Call",
-    "Gateway",
-    "Gateways",
-    "channel_openers",
-    "in_thread",
-    "read_event",
-    "sleep",
-]
+__all__ = ["BoundedEvent", "Call", "Gateway", "Gateways", "channel_openers", "in_thread", "read_event", "sleep"]
 
 
 class Call(Protocol):

@@ -192,11 +192,7 @@ def infill_prompt(prefix: str, suffix: str, has_token: Callable[[str], bool]) ->
 
 
 def _generation(
-    rows: tuple[BodyField, ...],
-    body: dict[str, Any],
-    prompts: Sequence[pb.Prompt],
-    *,
-    ignored: Sequence[str] = (),
+    rows: tuple[BodyField, ...], body: dict[str, Any], prompts: Sequence[pb.Prompt], *, ignored: Sequence[str] = ()
 ) -> Generation:
     request = pb.GenerateRequest(model=text(body, "model"))
     set_parameters(rows, body, request)

@@ -19,11 +19,7 @@ KNOWN = (
 )
 TEXT_PARTS = ("text", "refusal")  # types of parts, whose text has the name of the type
 WITHOUT_MEANING = ("annotations",)  # fields of answers; ignored if empty
-TOOL_CHOICES = {
-    "none": pb.TOOL_CHOICE_NONE,
-    "auto": pb.TOOL_CHOICE_AUTO,
-    "required": pb.TOOL_CHOICE_REQUIRED,
-}
+TOOL_CHOICES = {"none": pb.TOOL_CHOICE_NONE, "auto": pb.TOOL_CHOICE_AUTO, "required": pb.TOOL_CHOICE_REQUIRED}
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 

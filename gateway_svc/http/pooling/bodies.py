@@ -20,11 +20,7 @@ from gateway_svc.request.cost import check_pooled_cost
 from request_fields.fields import MAX_UINT32, FieldError
 from svc_common.errors import InvalidRequestError
 
-POOLING = {
-    "last": types.POOLING_KIND_LAST,
-    "mean": types.POOLING_KIND_MEAN,
-    "cls": types.POOLING_KIND_CLS,
-}
+POOLING = {"last": types.POOLING_KIND_LAST, "mean": types.POOLING_KIND_MEAN, "cls": types.POOLING_KIND_CLS}
 FORMATS = ("float", "base64")
 TASKS = ("embed", "classify")
 

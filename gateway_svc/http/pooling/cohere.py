@@ -54,9 +54,7 @@ def cohere_embeddings_of(data: bytes) -> CohereEmbeddings:
         raise invalid("embedding_types", f"is {shown(types)}; must be a list of {', '.join(ENCODINGS)}")
     kinds = [one_of(f"embedding_types[{i}]", kind, ENCODINGS) for i, kind in enumerate(types)]
     request = pb.EmbedRequest(
-        model=text(body, "model"),
-        inputs=pooled_inputs(texts, "texts"),
-        truncate=TRUNCATIONS[cut],
+        model=text(body, "model"), inputs=pooled_inputs(texts, "texts"), truncate=TRUNCATIONS[cut]
     )
     set_parameters(fields.COHERE_EMBED, body, request)
     if body.get("output_dimension") is not None:

@@ -224,13 +224,7 @@ class ResponsesHandlers:
 
     def _new_run(self, response_id: str, asked: ResponseBody, *, is_stored: bool) -> ResponseRun:
         model = asked.request.model or self._directory.find_text("").name
-        head = {
-            "id": response_id,
-            **asked.head,
-            "created_at": int(time.time()),
-            "model": model,
-            "store": is_stored,
-        }
+        head = {"id": response_id, **asked.head, "created_at": int(time.time()), "model": model, "store": is_stored}
         notes = {
             "head": head,
             "items": with_ids(response_id, asked.items),

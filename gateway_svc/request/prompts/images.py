@@ -18,12 +18,7 @@ from svc_common.errors import InvalidRequestError
 
 
 async def with_images(
-    prompt: PromptInput,
-    given: Sequence[RequestImage],
-    model: ServedModel,
-    context: ReadContext,
-    *,
-    is_expanded: bool,
+    prompt: PromptInput, given: Sequence[RequestImage], model: ServedModel, context: ReadContext, *, is_expanded: bool
 ) -> PromptInput:
     """The prompt with the positions of its images in place of their placeholders. `is_expanded`: it is that of a
     record, which has the positions already. The images are prepared in sandbox processes.

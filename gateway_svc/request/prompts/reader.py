@@ -26,11 +26,7 @@ from prefix_index.hashing import content_ids, input_digest
 
 PIECE_BYTES = 1 << 17  # other threads can run between pieces
 # By dtype: bytes of a number, its exponent bits, and the lowest of them.
-FORMATS = {
-    "float32": (4, 0x7F80_0000, 0x0080_0000),
-    "bfloat16": (2, 0x7F80, 0x0080),
-    "float16": (2, 0x7C00, 0x0400),
-}
+FORMATS = {"float32": (4, 0x7F80_0000, 0x0080_0000), "bfloat16": (2, 0x7F80, 0x0080), "float16": (2, 0x7C00, 0x0400)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,7 @@ TOKEN_READERS: Mapping[str, TokenPromptReader] = {
     "tokens": TokenPromptReader(TokensReader()),
     "chat": TokenPromptReader(ChatReader()),
 }
-READERS: Mapping[str, PromptReader] = {
-    **TOKEN_READERS,
-    "embeddings": EmbeddingsReader(),
-    "audio": AudioReader(),
-}
+READERS: Mapping[str, PromptReader] = {**TOKEN_READERS, "embeddings": EmbeddingsReader(), "audio": AudioReader()}
 MAX_DETOKENIZE_IDS = 1 << 20
 MAX_STRINGS_BYTES = 1 << 20  # limit for a Tokenize that returns strings, which take up to 150 bytes each
 PART_IDS = 1 << 14

@@ -76,10 +76,7 @@ def test_an_infinite_rate_starts_all_at_once():
             ),
             9,
         ),
-        (
-            lambda rng: datasets.demo_questions(demo_model_dir() / "pairs.json", count=9, output_len=None, rng=rng),
-            9,
-        ),
+        (lambda rng: datasets.demo_questions(demo_model_dir() / "pairs.json", count=9, output_len=None, rng=rng), 9),
     ],
 )
 def test_a_dataset_is_a_function_of_its_seed(make, num_requests):

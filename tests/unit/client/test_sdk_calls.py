@@ -246,11 +246,7 @@ def test_results_become_json(client):
 
 def test_errors_can_be_pickled(client):
     full = Overloaded(
-        "full",
-        request_id="r",
-        details={"a": b"b"},
-        field_violations=(FieldViolation("f", "d"),),
-        retry_after_s=2.0,
+        "full", request_id="r", details={"a": b"b"}, field_violations=(FieldViolation("f", "d"),), retry_after_s=2.0
     )
     failed = GenerationFailed("bad", result=client.generate("hi"))
     for error in (full, failed, QuireError("x", code=grpc.StatusCode.ABORTED)):

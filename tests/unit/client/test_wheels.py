@@ -60,7 +60,7 @@ def test_the_sdk_wheel_has_the_sdk_and_the_stubs_only(wheels):
     assert not [name for name in sdk.namelist() if "demo_model" in name]
     needed, extras = requirements(sdk)
     assert {line.partition(">")[0] for line in needed} == {
-        *("argcomplete", "googleapis-common-protos", "grpcio", "protobuf"),
+        *("argcomplete", "googleapis-common-protos", "grpcio", "protobuf")
     }
     assert extras == {"bench", "hub"}
 

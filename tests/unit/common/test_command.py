@@ -14,12 +14,7 @@ def start(service, missing):
 
 @pytest.mark.parametrize(
     ("service", "missing"),
-    [
-        ("gateway", "tokenizers"),
-        ("gateway", "grpc_health"),
-        ("scheduler", "numpy"),
-        ("worker", "xxhash"),
-    ],
+    [("gateway", "tokenizers"), ("gateway", "grpc_health"), ("scheduler", "numpy"), ("worker", "xxhash")],
 )
 def test_a_missing_package_names_the_extra(service, missing):
     done = start(service, missing)

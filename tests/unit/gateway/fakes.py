@@ -337,10 +337,7 @@ class TestGateway:
             self.grammars,
             OpenStreams(max_streams, max_request_bytes),
             admission=CallAdmission(
-                self.directory,
-                requests=RequestLimits(min_priority),
-                keys=limits,
-                isolates_tenants=isolates_tenants,
+                self.directory, requests=RequestLimits(min_priority), keys=limits, isolates_tenants=isolates_tenants
             ),
             reader=reader,
             recorder=recorder,

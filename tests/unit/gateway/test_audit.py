@@ -59,10 +59,7 @@ async def audited(scheduler: FakeScheduler, redis_server: RedisServer, tmp_path:
     )
     audit = AuditLog(str(tmp_path / "audit"), "gateway-1")
     async with TestGateway(
-        [scheduler.address],
-        admit=authenticator.admit,
-        recorder=recorder,
-        on_call=audit.on_call,
+        [scheduler.address], admit=authenticator.admit, recorder=recorder, on_call=audit.on_call
     ) as gateway:
         await gateway.ready()
         recorder.start()

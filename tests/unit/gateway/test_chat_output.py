@@ -230,11 +230,7 @@ def check_positions(parts: Sequence[AnswerPiece]) -> None:
             "Sure.\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
             [content("Sure."), call("f", '{"x": 1}')],
         ),
-        (
-            "qwen3_coder",
-            "Write <function=name>\n<parameter=x>.",
-            [content("Write <function=name>\n<parameter=x>.")],
-        ),
+        ("qwen3_coder", "Write <function=name>\n<parameter=x>.", [content("Write <function=name>\n<parameter=x>.")]),
         (  # a closing tag in a value
             "qwen3_coder",
             "<tool_call><function=f><parameter=code>\nx </parameter> y\n</parameter>\n</function></tool_call>z",

@@ -26,12 +26,7 @@ ANSWER = (
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 )
-ITEMS = [
-    ("reasoning", "Which city?"),
-    ("content", "I look."),
-    ("weather", '{"city": "Zürich"}'),
-    ("clock", "{}"),
-]
+ITEMS = [("reasoning", "Which city?"), ("content", "I look."), ("weather", '{"city": "Zürich"}'), ("clock", "{}")]
 
 
 def make_tokenizer() -> Any:

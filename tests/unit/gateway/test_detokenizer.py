@@ -45,8 +45,7 @@ def test_deltas_of_random_ids_add_up_to_decode(kind: str, data: st.DataObject, s
 
 SCRIPTS = st.text(
     st.one_of(
-        st.characters(blacklist_categories=["Cs"]),
-        st.sampled_from("😀👩‍👧🇩🇪你好世界こんにちは안녕e\u0301 \n▁ñ"),
+        st.characters(blacklist_categories=["Cs"]), st.sampled_from("😀👩‍👧🇩🇪你好世界こんにちは안녕e\u0301 \n▁ñ")
     ),
     max_size=40,
 )

@@ -105,9 +105,7 @@ async def test_a_second_revision_gets_no_request_while_the_first_has_workers(
         assert (await gateway.generate().read()).accepted.revision == "r2"
 
 
-async def test_requests_of_a_silent_scheduler_move_and_its_late_messages_are_ignored(
-    pair: list[FakeScheduler],
-) -> None:
+async def test_requests_of_a_silent_scheduler_move_and_its_late_messages_are_ignored(pair: list[FakeScheduler]) -> None:
     for fake in pair:
         fake.heartbeat_interval_s = INTERVAL_S
     async with TestGateway([fake.address for fake in pair]) as gateway:
@@ -409,11 +407,7 @@ async def test_a_worker_that_moved_to_another_scheduler_is_not_shown_as_lost(
     ],
 )
 async def test_a_worker_that_cannot_be_drained(
-    both: TestGateway,
-    pair: list[FakeScheduler],
-    request_: pb.DrainWorkerRequest,
-    code: grpc.StatusCode,
-    words: str,
+    both: TestGateway, pair: list[FakeScheduler], request_: pb.DrainWorkerRequest, code: grpc.StatusCode, words: str
 ) -> None:
     pair[0].workers = [pb.WorkerInfo(worker_id="w1"), pb.WorkerInfo(worker_id="w0")]
     with pytest.raises(grpc.aio.AioRpcError) as caught:

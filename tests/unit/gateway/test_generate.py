@@ -263,11 +263,7 @@ async def test_a_failed_sample_reports_the_cause(gateway: TestGateway, scheduler
         submit.handle, types.FINISH_REASON_ERROR, message="NaN in logits", preemptions=2
     )
     finished = (await gateway.collect()).finished[0]
-    assert (finished.reason, finished.message, finished.preemptions) == (
-        types.FINISH_REASON_ERROR,
-        "NaN in logits",
-        2,
-    )
+    assert (finished.reason, finished.message, finished.preemptions) == (types.FINISH_REASON_ERROR, "NaN in logits", 2)
 
 
 async def test_draining_lets_open_streams_finish(gateway: TestGateway, scheduler: FakeScheduler) -> None:

@@ -99,9 +99,7 @@ def test_every_served_field_can_be_set() -> None:
 
 
 @pytest.mark.parametrize(
-    "row",
-    [row for row in fields.SAMPLING if row.is_served and row.name != "early_stopping"],
-    ids=lambda row: row.name,
+    "row", [row for row in fields.SAMPLING if row.is_served and row.name != "early_stopping"], ids=lambda row: row.name
 )
 def test_a_field_is_set_and_its_value_matters(row: fields.BodyField) -> None:
     for value in EXAMPLES[BY_PATH[row.path].kind]:
@@ -167,12 +165,7 @@ def test_use_beam_search_takes_n_as_the_number_of_beams() -> None:
 
 
 def _out_of_range(field: Field) -> Any:
-    wrong: dict[Kind, Any] = {
-        Kind.BOOL: "yes",
-        Kind.STRING: 5,
-        Kind.STRINGS: ["x" * 300],
-        Kind.TOKEN_IDS: [-1],
-    }
+    wrong: dict[Kind, Any] = {Kind.BOOL: "yes", Kind.STRING: 5, Kind.STRINGS: ["x" * 300], Kind.TOKEN_IDS: [-1]}
     return wrong.get(field.kind, field.low - 5 if field.low is not None and field.kind is not Kind.INT32 else 2**70)
 
 

@@ -39,10 +39,7 @@ PROMPT = pb.PromptLogprobs(
 
 def events(n: int = 1) -> list[pb.GenerateResponse]:
     """Accepted, the prompt's log probabilities, two chunks and the end of each sample."""
-    found = [
-        pb.GenerateResponse(accepted=pb.Accepted(prompt_tokens=2)),
-        pb.GenerateResponse(prompt_logprobs=PROMPT),
-    ]
+    found = [pb.GenerateResponse(accepted=pb.Accepted(prompt_tokens=2)), pb.GenerateResponse(prompt_logprobs=PROMPT)]
     first, rest = (_rows(OUTPUT, 0, 1), _rows(OUTPUT, 1, 3))
     for index in range(n):
         found.append(_chunk(index, "a", first))

@@ -118,16 +118,16 @@ VALID = {
     ],
     "deepseek_v31": [
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{PARIS}<｜tool▁call▁end｜>"
-        "<｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     ],
     "deepseek_v3": [
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{PARIS}\n```<｜tool▁call▁end｜>"
-        "<｜tool▁calls▁end｜>",
+        "<｜tool▁calls▁end｜>"
     ],
     "kimi_k2": [
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
         f"{PARIS}<|tool_call_end|><|tool_call_begin|>functions.clock:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
-        "<|tool_calls_section_end|>",
+        "<|tool_calls_section_end|>"
     ],
     "llama3": [
         f'{{"name": "weather", "parameters": {PARIS}}}',
@@ -136,11 +136,11 @@ VALID = {
     "step3": [
         '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="weather">\n'
         '<steptml:parameter name="city">Paris</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n'
-        "<｜tool_calls_end｜>",
+        "<｜tool_calls_end｜>"
     ],
     "cohere": [
         f'<|START_ACTION|>[{{"tool_call_id": "0", "tool_name": "weather", "parameters": {PARIS}}}, '
-        '{"tool_call_id": "0", "tool_name": "clock", "parameters": {}}]<|END_ACTION|>',
+        '{"tool_call_id": "0", "tool_name": "clock", "parameters": {}}]<|END_ACTION|>'
     ],
     "granite": [f"<|tool_call|>{CALLS}"],
     "hunyuan": [f"<tool_calls>{CALLS}</tool_calls>"],
@@ -152,10 +152,7 @@ VALID = {
     ],
     "olmo3": ['<function_calls>go(to={"x": 1}, note="a")\nclock()</function_calls>'],
     "pythonic": ['[weather(city="Paris", days=3), clock()]', "[clock()]"],
-    "mistral": [
-        f"[TOOL_CALLS]weather[ARGS]{PARIS}",
-        f"[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]clock[ARGS]{{}}",
-    ],
+    "mistral": [f"[TOOL_CALLS]weather[ARGS]{PARIS}", f"[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]clock[ARGS]{{}}"],
 }
 MISTRAL_LISTS = [
     f'[TOOL_CALLS][{{"name": "weather", "arguments": {PARIS}}}]',

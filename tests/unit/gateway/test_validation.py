@@ -314,9 +314,7 @@ def test_the_error_of_a_chat_template_is_quoted() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"sampling": SP(top_p=2)}, {"media": [b"png"]}, {"prompt": ids(300)}],
-    ids=["bad", "new", "long"],
+    "fields", [{"sampling": SP(top_p=2)}, {"media": [b"png"]}, {"prompt": ids(300)}], ids=["bad", "new", "long"]
 )
 async def test_refused_requests_reach_no_scheduler_and_affect_no_other_request(
     gateway: TestGateway, scheduler: FakeScheduler, fields: dict[str, Any]
