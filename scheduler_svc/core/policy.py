@@ -249,19 +249,17 @@ def least_busy(places: I64, num_rows: I64, written: F64, slowness: F64) -> int:
     """The one of these positions where a row more costs least, which breaks ties: rows x time of a step. Where that is
     equal, the pool of which the smaller fraction was written lately, because it evicts older blocks.
     """
-    if len(places) == 1:
-        return int(places[0])
     return int(places[((num_rows[places] + 1 + written[places]) * slowness[places]).argmin()])
 
 
-def slowness(step_s: F64, token_s: F64) -> tuple[F64, F64]:
+def slowness(times: F64) -> tuple[F64, F64]:
     """How much longer a decode step, and the prefill of a token, take on each worker than on the fastest one; 1 where
-    that is unknown (NaN). The second is rounded down to a power of 2: less than that is noise, and a factor that
-    follows noise would undo the ties of scores.
+    that is unknown. `times` [2, num_workers]: seconds of a step and of a token; inf: unknown. The second factor is
+    rounded down to a power of 2: less is noise, and a factor that follows noise would undo the ties of scores.
     """
-    step, token = step_s / np.fmin.reduce(step_s), token_s / np.fmin.reduce(token_s)
-    step = np.where(step > 1, step, 1.0)
-    return step, np.exp2(np.floor(np.log2(np.where(token >= 1, token, step))))
+    step, token = times / times.min(axis=1, keepdims=True, initial=1e9)  # not inf
+    step = np.where(step < np.inf, step, 1.0)
+    return step, np.exp2(np.floor(np.log2(np.where(token < np.inf, token, step))))
 
 
 def virtual_arrival(arrival: float, uncached_tokens: int, aging_tokens_per_s: float) -> float:

@@ -248,8 +248,7 @@ class SequenceGroup:
     @property
     def is_finished(self) -> bool:
         """Whether all its sequences have ended."""
-        live = [seq for seq in self.sequences if seq.status is not SequenceStatus.FINISHED]
-        return not live
+        return not [seq for seq in self.sequences if seq.status is not SequenceStatus.FINISHED]
 
     @property
     def num_sequences(self) -> int:

@@ -141,11 +141,6 @@ class Placement:
         self._is_cut = False  # the last pass ended before the queue
         self._set([], np.zeros(0))
 
-    @property
-    def workers(self) -> list[WorkerState]:
-        """All workers, by position."""
-        return self._workers
-
     def join(self, worker: WorkerState) -> None:
         if not self._workers:
             self.first = worker.capacity
@@ -159,7 +154,7 @@ class Placement:
 
     def _set(self, workers: list[WorkerState], written: F64) -> None:
         self._written = written  # tokens written into each pool during one turnover of all pools
-        self._workers = workers
+        self.workers = self._workers = workers  # by position
         self._version += 1
         self._position = {worker.capacity.worker_id: i for i, worker in enumerate(workers)}
         self._held = [worker.pool.held for worker in workers]
@@ -185,16 +180,16 @@ class Placement:
         self._with_long = self._takes_no_long = frozenset[int]()  # workers with a long prompt; with those of this pass
         self._is_decode = [c.role is WorkerRole.DECODE for c in sizes]
         self._num_delayed = np.zeros(len(workers), dtype=np.int64)  # streams that a prompt would delay
-        # The least that each worker has refused, as in `Refusal`
-        self._refused_tokens = np.full(len(workers), NEVER)
+        self._refused_tokens = np.full(len(workers), NEVER)  # the least that each worker has refused, as in `Refusal`
         self._refused_priority = np.zeros(len(workers), dtype=np.int64)
         self._may_preempt = np.ones(len(workers), dtype=np.bool_)
         self._refused_from = NEVER  # tokens from which no worker has room for a sequence, as known in this pass
         self._are_equal = len({limit.pool_tokens for limit in limits}) < 2
         self._max_rows = np.array([c.max_num_seqs for c in sizes], dtype=np.int64)
-        self._times = np.full((2, len(workers)), np.nan)  # seconds of a decode step and of a prompt token; NaN: unknown
-        self._measured_at = np.zeros(len(workers), dtype=np.int64)  # in admissions
+        self._times = np.full((2, len(workers)), np.inf)  # seconds of a decode step and of a prompt token; inf: unknown
+        self._measured_at = np.zeros(len(workers), dtype=np.int64)  # in admissions; NEVER: unknown since it was too old
         self._step_slowness = self._slowness = np.ones(len(workers))  # relative to the fastest worker
+        self._is_known_until = -1  # number of admissions until which these hold
         self._load, self._free_rows = self._expected_prefill, self._rows
         self._had_room = np.zeros(len(workers), dtype=np.bool_)  # open, with free rows and little expected prefill
         self._has_room = self._had_room  # the same, with what the current pass adds
@@ -253,7 +248,7 @@ class Placement:
         """
         if not waiting.num_schedulable or not self._may_admit(waiting, ready, is_mixed=is_mixed):
             return
-        if not is_mixed and self._waits_still_hold(waiting, now, tokens_per_s):
+        if self._waits and not is_mixed and self._waits_still_hold(waiting, now, tokens_per_s):
             return
         self._begin_pass(ready, is_mixed=is_mixed)
         found: list[Wait | None] = []
@@ -315,8 +310,6 @@ class Placement:
         worker, while most sequences wait for another.
         """
         waits = self._waits
-        if not waits:
-            return False
         entries = list(islice(waiting, len(waits) + (not self._is_cut)))  # no others unless the pass was cut
         is_same = len(entries) == len(waits) and all(map(is_, entries, (wait.entry for wait in waits)))
         return is_same and self.would_wait(waits, now, tokens_per_s)
@@ -330,9 +323,11 @@ class Placement:
         for name, worker in self._stale.items():
             self._read(self._position[name], worker)
         self._stale, self._unchecked = {}, {}
-        if len(self._workers) > 1:
-            self._times[:, self._num_admitted - self._measured_at > MAX_MEASURE_AGE] = np.nan
-            self._step_slowness, self._slowness = slowness(*self._times)
+        if self._num_admitted > self._is_known_until and len(self._workers) > 1:
+            old = self._num_admitted - self._measured_at > MAX_MEASURE_AGE
+            self._times[:, old], self._measured_at[old] = np.inf, NEVER
+            self._step_slowness, self._slowness = slowness(self._times)
+            self._is_known_until = MAX_MEASURE_AGE + int(self._measured_at.min())
         self._reserved, self._takes_no_long = None, self._with_long
         self._refused_from = NEVER
         self._load, self._free_rows = self._expected_prefill.copy(), self._rows.copy()
@@ -347,7 +342,7 @@ class Placement:
             self._with_long = self._with_long ^ {i}
         self._is_open[i] = is_open
         self._expected_prefill[i], self._rows[i] = expected_prefill, num_rows
-        self._times[:, i] = worker.decode_s or np.nan, worker.prompt_token_s or np.nan
+        self._read_times(i, worker)
         self._measured_at[i] = self._num_admitted
         if self._is_decode[i]:
             self._num_delayed[i] = worker.rows.num_used
@@ -356,6 +351,11 @@ class Placement:
         self._least_urgent[i] = least_urgent = _least_urgent(worker) if self._is_mixed else NOTHING_RUNS
         self._had_room[i] = takes_prefill and num_rows > 0
         self._can_take[i] = takes_prefill and (num_rows > 0 or least_urgent > NOTHING_RUNS)
+
+    def _read_times(self, i: int, worker: WorkerState) -> None:
+        times = [worker.decode_s or np.inf, worker.prompt_token_s or np.inf]
+        if self._times[:, i].tolist() != times:
+            self._times[:, i], self._is_known_until = times, -1
 
     def _read_refusal(self, i: int, worker: WorkerState) -> None:
         refusal = worker.smallest_refused
@@ -387,19 +387,17 @@ class Placement:
         uncached = entry.uncached_at
         if self.moves is not None:
             uncached = np.maximum(uncached - self.moves.gains(self._workers, entry), 1)
-        costs = uncached if self.roles is None else uncached * (1 + self._num_delayed)
-        scores = placement_scores(self._load, uncached, self._config.placement_alpha, self._num_delayed)
-        scores = scores * self._slowness
+        num_delayed = 0 if self.roles is None else self._num_delayed
+        scores = self._slowness * placement_scores(self._load, uncached, self._config.placement_alpha, num_delayed)
         slack = self._config.placement_slack * self._config.placement_alpha * entry.num_tokens
         near = places_near_best(scores, slack, self._load, eligible)
-        num_rows, written = self._max_rows - self._free_rows, self._written / self._pool_tokens
-        best = least_busy(near, num_rows, written, self._step_slowness)
+        best = self._least_busy(near)
         if needs_preparation:
             room &= np.array([worker.is_ready(seq.group) for worker in self._workers], dtype=np.bool_)
         is_held, wait = False, None
         if not room[best] and np.count_nonzero(room):
-            near_other = places_near_best(scores, slack, self._load, room)
-            other = least_busy(near_other, num_rows, written, self._step_slowness)
+            other = self._least_busy(places_near_best(scores, slack, self._load, room))
+            costs = uncached * (1 + num_delayed)
             is_held = self._should_wait(entry, int(costs[other] - costs[best]), now, tokens_per_s)
             if is_held:
                 more = costs - costs[best]
@@ -424,6 +422,10 @@ class Placement:
             if has_room and self.moves.wait_for(self._workers[best], entry, now):
                 return WorkerChoice(self._workers[best], False, False, is_held=True, is_prepared=False)
         return WorkerChoice(self._workers[best], has_room, is_now, is_held, is_elsewhere=is_elsewhere, wait=wait)
+
+    def _least_busy(self, places: I64) -> int:
+        rows, written = self._max_rows - self._free_rows, self._written / self._pool_tokens
+        return least_busy(places, rows, written, self._step_slowness) if len(places) > 1 else places.item(0)
 
     def _candidates(self, entry: QueueEntry) -> Bools | None:
         """The workers on which a sequence may run; None if each of them has a long prompt, as the sequence is."""
@@ -465,8 +467,8 @@ class Placement:
         """
         changed, self._unchecked = self._unchecked, {}
         for name, worker in changed.items():
-            self._times[:, self._position[name]] = worker.decode_s or np.nan, worker.prompt_token_s or np.nan
-        if (slowness(*self._times)[1] != self._slowness).any():
+            self._read_times(self._position[name], worker)
+        if self._is_known_until < 0 and (slowness(self._times)[1] != self._slowness).any():
             return False
         return all(
             wait.version == self._version

@@ -144,10 +144,10 @@ def test_ties_are_broken_by_rows_and_the_time_of_a_step() -> None:
 
 
 def test_slowness_is_relative_and_unknown_times_count_as_fast() -> None:
-    step, prefill = slowness(np.array([0.01, 0.019, np.nan, 0.1]), np.array([np.nan, 1e-4, 5e-4, np.nan]))
+    step, prefill = slowness(np.array([[0.01, 0.019, np.inf, 0.1], [np.inf, 1e-4, 5e-4, np.inf]]))
     assert step.tolist() == pytest.approx([1, 1.9, 1, 10])
     assert prefill.tolist() == [1, 1, 4, 8]
-    assert [times.tolist() for times in slowness(*np.full((2, 2), np.nan))] == [[1, 1], [1, 1]]
+    assert [times.tolist() for times in slowness(np.full((2, 2), np.inf))] == [[1, 1], [1, 1]]
 
 
 def test_less_written_is_not_worth_waiting_for() -> None:
