@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from gateway_svc.callers.flags import CALLER_FLAGS
+from gateway_svc.callers.authenticator import CALLER_FLAGS
 from gateway_svc.operators.operator_port import ADMIN_FLAGS
-from gateway_svc.process.chat_flags import CHAT_FLAGS
+from gateway_svc.process.schedulers import CHAT_FLAGS
 from gateway_svc.request.sandbox.image_preparer import ImageLimits
 from gateway_svc.request.validation import DEFAULT_MAX_LOGPROBS
 from request_fields.fields import MAX_LOGPROBS

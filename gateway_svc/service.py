@@ -13,11 +13,10 @@ from contextlib import AsyncExitStack
 from gateway_svc.answer.open_streams import OpenStreams
 from gateway_svc.answer.receipts import ReceiptSigner
 from gateway_svc.answer.request_traces import GenerationTraces
-from gateway_svc.callers.flags import identifies_callers, isolates_tenants, min_priority
+from gateway_svc.callers.authenticator import identifies_callers, isolates_tenants, min_priority
 from gateway_svc.flags import make_parser
-from gateway_svc.limits.buckets import LocalBuckets, RedisBuckets
+from gateway_svc.limits.buckets import LimitsError, LimitsFile, LocalBuckets, RedisBuckets
 from gateway_svc.limits.key_limits import KeyLimits
-from gateway_svc.limits.settings import LimitsError, LimitsFile
 from gateway_svc.operators.operator_port import is_public_for_operators
 from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.process.ports import Ports

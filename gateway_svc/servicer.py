@@ -24,7 +24,7 @@ from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.pipeline.pooling import PoolingPipeline
 from gateway_svc.pipeline.sessions import Sessions
 from gateway_svc.records.recorder import OutputRecorder
-from gateway_svc.request.cost import BYTES_PER_TOKEN
+from gateway_svc.request.field_errors import BYTES_PER_TOKEN
 from gateway_svc.request.plan import Planner
 from gateway_svc.request.prompts.readers import PromptReaders, check_detokenize, check_tokenize
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker

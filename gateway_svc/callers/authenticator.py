@@ -1,13 +1,15 @@
-"""Finds the caller of each call from its Authorization header, over gRPC and HTTP."""
+"""Finds the caller of each call from its Authorization header, over gRPC and HTTP; and the flags about callers."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Awaitable, Callable
 
 from gateway_svc.callers.api_keys import ApiKeys
-from gateway_svc.callers.caller import Caller, current_caller
-from gateway_svc.callers.tokens import JsonWebTokens
+from gateway_svc.callers.caller import Caller, CallersError, current_caller
+from gateway_svc.callers.tokens import Expected, JsonWebTokens, Jwks, check_installed
 from svc_common.calls import PROBES, Context
+from svc_common.config import Flag, FlagGroup, in_range, one_of, path, text
 from svc_common.errors import UnauthenticatedError
 
 Begin = Callable[[str], Awaitable[None]]
@@ -59,3 +61,93 @@ class Authenticator:
         if self._tokens is not None and (self._keys is None or credential.count(".") == DOTS_OF_TOKEN):
             return await self._tokens.check(credential)
         raise UnauthenticatedError("the API key is not accepted by this gateway")
+
+
+MIN_PRIORITY = -1000  # lower limit of the request field
+ISOLATIONS = ("none", "tenant")
+
+CALLER_FLAGS = FlagGroup("identity of clients (docs/keys.md)", (
+    Flag("--api-keys", path,
+        "folder of accepted API keys: a file per owner, a key per line as sha256:HEX or in plaintext, read "
+        "again when a file changes. Health checks need no key. The owner is the tenant of its requests, "
+        "and only its keys abort or resume them. Unset, without --jwt-issuer: no key is needed, and any client "
+        "that knows the id of a request can end it", metavar="DIR",
+    ),
+    Flag("--jwt-issuer", text,
+        "accept JSON web tokens of this issuer (claim iss), beside API keys; needs --jwt-audience and "
+        "--jwt-jwks", metavar="ISSUER",
+    ),
+    Flag("--jwt-audience", text,
+        "a token needs this audience (claim aud); repeat the flag to accept several (in the environment "
+        "variable, separate them by commas)", metavar="NAME", is_list=True,
+    ),
+    Flag("--jwt-jwks", text,
+        "public keys of the issuer (JWKS): a file, read again when it changes, or an https:// URL, fetched "
+        "every 5 minutes and when a token has an unknown key", metavar="FILE|URL",
+    ),
+    Flag("--jwt-tenant-claim", text,
+        "claim with the owner of the requests; a token without it belongs to the owner sub:SUBJECT",
+        default="tenant", metavar="CLAIM",
+    ),
+    Flag("--jwt-scope", text, "a token needs this scope. Unset: none", default="", metavar="SCOPE"),
+    Flag("--jwt-leeway-s", in_range(float, 0.0, 600.0),
+        "tolerated difference of clocks when the times of a token are checked", default=30.0,
+    ),
+    Flag("--isolation", one_of(*ISOLATIONS),
+        "tenant: requests of different tenants share no cached prefixes, so that no tenant can detect the "
+        "prompts of another; all gateways of a model need the same value. none: they share. Unset: tenant with "
+        "--api-keys or --jwt-issuer, else none",
+    ),
+    Flag("--key-limits", path,
+        "TOML file with limits per owner (docs/limits.md): rates of requests and tokens, open streams, models, "
+        "priorities; read again when it changes. With --redis they apply to all gateways together, else to each "
+        "gateway process",
+    ),
+    Flag("--min-priority", in_range(int, MIN_PRIORITY, -MIN_PRIORITY),
+        "lowest priority that a request may have; a lower number runs first. Unset: 0 with --api-keys or "
+        "--jwt-issuer, else -1000",
+    ),
+))  # fmt: skip
+
+
+def identifies_callers(args: argparse.Namespace) -> bool:
+    """Whether requests have owners."""
+    return args.api_keys is not None or args.jwt_issuer is not None
+
+
+def make_authenticator(args: argparse.Namespace, begin: Begin | None = None) -> Authenticator | None:
+    """The check of credentials; None: all clients are served. Raises CallersError."""
+    keys = None if args.api_keys is None else ApiKeys(args.api_keys)
+    tokens = _make_tokens(args)
+    return Authenticator(keys, tokens, begin) if identifies_callers(args) else None
+
+
+def _make_tokens(args: argparse.Namespace) -> JsonWebTokens | None:
+    given = {"--jwt-issuer": args.jwt_issuer, "--jwt-audience": args.jwt_audience, "--jwt-jwks": args.jwt_jwks}
+    missing = [flag for flag, value in given.items() if not value]
+    if len(missing) == len(given):
+        return None
+    if missing:
+        raise CallersError(f"tokens of clients need {', '.join(given)}; set {' and '.join(missing)} too")
+    check_installed()
+    expected = Expected(args.jwt_issuer, args.jwt_audience, args.jwt_tenant_claim, args.jwt_scope, args.jwt_leeway_s)
+    return JsonWebTokens(expected, Jwks(args.jwt_jwks))
+
+
+def isolates_tenants(args: argparse.Namespace) -> bool:
+    """Whether tenants share no cached prefixes. By default they share none, because clients do not trust each other.
+
+    Raises CallersError.
+    """
+    if args.isolation == "tenant" and not identifies_callers(args):
+        raise CallersError(
+            "--isolation tenant needs --api-keys or --jwt-issuer: without them, clients choose their tenant themselves"
+        )
+    return identifies_callers(args) if args.isolation is None else bool(args.isolation == "tenant")
+
+
+def min_priority(args: argparse.Namespace) -> int:
+    """The lowest priority of a request. By default 0 if requests have owners, because these do not trust each other."""
+    if args.min_priority is not None:
+        return int(args.min_priority)
+    return 0 if identifies_callers(args) else MIN_PRIORITY

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from contextlib import aclosing
 from functools import cached_property
 from typing import Any
@@ -21,27 +21,78 @@ from gateway_svc.callers.caller import record_request_id
 from gateway_svc.http import openapi
 from gateway_svc.http.audio import AudioHandlers
 from gateway_svc.http.json_text import encode
-from gateway_svc.http.merge import Numbered, merged, within
 from gateway_svc.http.messages.handlers import MessagesHandlers
 from gateway_svc.http.openai import answers, bodies
 from gateway_svc.http.openai.answers import AnswerShape, PromptParts, StreamAnswer, WholeAnswer, models_of
 from gateway_svc.http.openai.bodies import Generation, with_suffix, with_token_ids
 from gateway_svc.http.pooling.handlers import PoolingHandlers
-from gateway_svc.http.replies import EventStream, encoded_events, ignored_headers, json_reply, mark_conversation
+from gateway_svc.http.replies import (
+    EventStream,
+    Numbered,
+    encoded_events,
+    ignored_headers,
+    json_reply,
+    mark_conversation,
+    merged,
+    within,
+)
 from gateway_svc.http.responses.handlers import ResponsesHandlers
 from gateway_svc.http.rollouts import RolloutHandlers
-from gateway_svc.http.status import StatusHandlers
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.rollouts import RolloutServicer
 from gateway_svc.request.prompts.reader import has_images
 from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.servicer import InferenceServicer
-from svc_common.errors import InvalidRequestError
+from svc_common.errors import InvalidRequestError, UnavailableError
 from svc_common.observe.metrics import quire_version
 from svc_common.tasks import Slices
 
 log = logging.getLogger(__name__)
+
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class StatusHandlers:
+    """One method per endpoint. `streams`: the requests in progress; `metrics_text`: in the Prometheus text format."""
+
+    def __init__(self, is_serving: Callable[[], bool], streams: Sized, metrics_text: Callable[[], bytes]) -> None:
+        self._is_serving = is_serving
+        self._streams = streams
+        self._metrics_text = metrics_text
+
+    def routes(self) -> list[Route]:
+        """All endpoints."""
+        return [
+            Route("/health", self.health, methods=["GET"]),
+            Route("/ping", self.health, methods=["GET"]),
+            Route("/load", self.load, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
+        ]
+
+    async def health(self, request: Request) -> Response:
+        """200 while every process of this gateway can take requests."""
+        if not self._is_serving():
+            raise UnavailableError(
+                "this gateway is not serving: it is shutting down, no model is ready, or one of its processes is not "
+                "ready; retry later"
+            )
+        return json_reply({"status": "serving"})
+
+    async def load(self, request: Request) -> Response:
+        """The number of requests in progress in this process."""
+        return json_reply({"server_load": len(self._streams)})
+
+    async def metrics(self, request: Request) -> Response:
+        """The metrics of this process in the Prometheus text format."""
+        return Response(self._metrics_text(), media_type=METRICS_TYPE)
+
+    async def version(self, request: Request) -> Response:
+        """The gateway's version."""
+        return json_reply({"version": quire_version()})
+
 
 DEADLINE_MARGIN_S = 0.5
 PARSE_BYTES = 16  # parsing this many bytes of JSON takes as long as tokenizing one byte of text

@@ -8,8 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 
-from gateway_svc.limits.buckets import STREAM_TTL_S, RateBuckets, Take
-from gateway_svc.limits.settings import NO_LIMITS, LimitsFile, OwnerLimits
+from gateway_svc.limits.buckets import NO_LIMITS, STREAM_TTL_S, LimitsFile, OwnerLimits, RateBuckets, Take
 from svc_common.errors import InvalidRequestError, OverloadedError, PermissionDeniedError
 from svc_common.tasks import cancel
 

@@ -1,26 +1,111 @@
-"""AdminService: operations on the services of this deployment."""
+"""AdminService: operations on the services of this deployment, and the calls of operators to one scheduler. All raise
+ServiceError, unless they say what they return instead.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import grpc
+from quire.internal.v1 import scheduler_pb2 as internal
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 from quire.v1.inference_pb2_grpc import AdminServiceServicer
 
 from gateway_svc.callers.caller import record_target
-from gateway_svc.operators import scheduler_calls
 from gateway_svc.schedulers.directory import ModelDirectory
-from gateway_svc.schedulers.scheduler_client import SchedulerClient
-from svc_common.errors import InvalidRequestError, NotFoundError
-from svc_common.observe.inspection import Inspector, checked_times
+from gateway_svc.schedulers.scheduler_client import RELEASE_TIMEOUT_S, RETRY_AFTER_S, STATUS_TIMEOUT_S, SchedulerClient
+from svc_common.errors import InvalidRequestError, NotFoundError, UnavailableError, error_of_call
+from svc_common.observe.inspection import Inspector, answer_timeout_s, checked_times
 
 log = logging.getLogger(__name__)
+
+ADAPTER_TIMEOUT_S = 180.0  # all workers load it
+
+
+async def get_pools(client: SchedulerClient, worker_ids: Collection[str]) -> internal.GetPoolsResponse:
+    """The blocks and rows of these workers, without ids of the first ones, and the waiting sequences; nothing if the
+    scheduler does not answer in time.
+    """
+    try:
+        return await client.stub.GetPools(internal.GetPoolsRequest(worker_ids=worker_ids), timeout=STATUS_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        return internal.GetPoolsResponse()
+
+
+async def get_history(client: SchedulerClient, request_id: str = "") -> internal.GetHistoryResponse:
+    """The past of a scheduler, or that of one request; nothing if it does not answer in time."""
+    try:
+        return await client.stub.GetHistory(internal.GetHistoryRequest(request_id=request_id), timeout=STATUS_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        return internal.GetHistoryResponse()
+
+
+async def ask(method: Callable[..., Any], request: Any, timeout_s: float, words: str = "") -> Any:
+    """A unary call. The error of a failed one has `words` before its message."""
+    try:
+        return await method(request, timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise UnavailableError(f"{words}{error.details()}", retry_after_s=RETRY_AFTER_S) from None
+        raise error_of_call(error, words) from None
+
+
+async def inspect(
+    client: SchedulerClient, kind: pb.InspectKind.ValueType, worker_id: str, seconds: float, hz: int
+) -> bytes:
+    """A profile or a report of the scheduler, or of one of its workers."""
+    request = internal.InspectSchedulerRequest(kind=kind, worker_id=worker_id, seconds=seconds, hz=hz)
+    timeout_s = 2 * answer_timeout_s(kind, seconds)
+    return bytes((await ask(client.stub.InspectScheduler, request, timeout_s, _words(client))).data)
+
+
+async def add_adapter(client: SchedulerClient, name: str, path: str) -> pb.Adapter:
+    """Load an adapter on all workers. The next request of this gateway can use it."""
+    request = internal.AddAdapterRequest(name=name, path=path)
+    adapter: pb.Adapter = (await ask(client.stub.AddAdapter, request, ADAPTER_TIMEOUT_S, _words(client))).adapter
+    await _announced(client, name, bytes.fromhex(adapter.digest))
+    return adapter
+
+
+async def remove_adapter(client: SchedulerClient, name: str) -> bool:
+    """Unload an adapter from all workers. False if none had it. The next request of this gateway cannot use it."""
+    request = internal.RemoveAdapterRequest(name=name)
+    response = await ask(client.stub.RemoveAdapter, request, ADAPTER_TIMEOUT_S, _words(client))
+    await _announced(client, name, b"")
+    return bool(response.was_loaded)
+
+
+async def _announced(client: SchedulerClient, name: str, digest: bytes) -> None:
+    """Wait for the announcement of a change: it comes by the stream, which the answer of a call can overtake."""
+    with contextlib.suppress(TimeoutError):  # the stream broke; the Welcome of the next one has the change
+        await asyncio.wait_for(client.loader.until_adapter(name, digest), STATUS_TIMEOUT_S)
+
+
+async def adapters(client: SchedulerClient) -> list[pb.Adapter]:
+    """All adapters; none if the scheduler does not answer."""
+    try:
+        response = await client.stub.GetAdapters(internal.GetAdaptersRequest(), timeout=STATUS_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        log.warning("scheduler %s failed to list adapters: %s", client.address, error.details())
+        return []
+    return list(response.adapters)
+
+
+async def release_worker(client: SchedulerClient, worker_id: str, timeout_s: float) -> int:
+    """Drain a worker within `timeout_s` (0: its own limit). Returns its number of sequences."""
+    request = internal.ReleaseWorkerRequest(worker_id=worker_id, timeout_s=timeout_s)
+    return int((await ask(client.stub.ReleaseWorker, request, RELEASE_TIMEOUT_S, _words(client))).num_moved)
+
+
+def _words(client: SchedulerClient) -> str:
+    return f"scheduler {client.address}: "
+
 
 MAX_DRAIN_S = 86_400.0
 MAX_IDS_SHOWN = 50
@@ -47,7 +132,7 @@ class AdminServicer(AdminServiceServicer):
             raise InvalidRequestError(words, field="timeout_s")
         client, worker = await self._find(request.worker_id, request.model)
         record_target(worker.worker_id)
-        num_moved = await scheduler_calls.release_worker(client, worker.worker_id, request.timeout_s)
+        num_moved = await release_worker(client, worker.worker_id, request.timeout_s)
         log.info("worker %s of scheduler %s drains %d sequences", worker.worker_id, client.address, num_moved)
         return pb.DrainWorkerResponse(num_moved=num_moved)
 
@@ -68,7 +153,7 @@ class AdminServicer(AdminServiceServicer):
             )
         record_target(request.name)
         clients = self._directory.schedulers_of(request.model)
-        found = [await scheduler_calls.add_adapter(client, request.name, request.path) for client in clients]
+        found = [await add_adapter(client, request.name, request.path) for client in clients]
         digests = {adapter.digest for adapter in found}
         if len(digests) > 1:
             raise InvalidRequestError(
@@ -84,7 +169,7 @@ class AdminServicer(AdminServiceServicer):
         """Unload an adapter. Raises NotFoundError, or the scheduler's error while requests use it."""
         record_target(request.name)
         clients = self._directory.schedulers_of(request.model)
-        were_loaded = [await scheduler_calls.remove_adapter(client, request.name) for client in clients]
+        were_loaded = [await remove_adapter(client, request.name) for client in clients]
         if not any(were_loaded):
             known = sorted({adapter.name for model, _ in self._directory.models() for adapter in model.info.adapters})
             raise NotFoundError(
@@ -97,7 +182,7 @@ class AdminServicer(AdminServiceServicer):
         """The adapters of one model or of all models."""
         clients = self._directory.schedulers_of(request.model) if request.model else self._directory.clients
         connected = [client for client in clients if client.is_connected]
-        found = await asyncio.gather(*(scheduler_calls.adapters(client) for client in connected))
+        found = await asyncio.gather(*(adapters(client) for client in connected))
         return pb.ListAdaptersResponse(adapters=_merged([adapter for part in found for adapter in part]))
 
     async def Inspect(self, request: pb.InspectRequest, context: Context) -> pb.InspectResponse:
@@ -109,7 +194,7 @@ class AdminServicer(AdminServiceServicer):
             data = await self._inspector.inspect(request.kind, request.seconds, request.hz)
         else:
             client, worker_id = await self._service(request.service)
-            data = await scheduler_calls.inspect(client, request.kind, worker_id, request.seconds, request.hz)
+            data = await inspect(client, request.kind, worker_id, request.seconds, request.hz)
         return pb.InspectResponse(data=data)
 
     async def _service(self, name: str) -> tuple[SchedulerClient, str]:

@@ -12,7 +12,7 @@ from quire.v1 import rollouts_pb2 as pb
 from quire.v1.rollouts_pb2_grpc import RolloutServiceServicer
 
 from gateway_svc.callers.caller import record_target
-from gateway_svc.operators.scheduler_calls import ask
+from gateway_svc.operators.admin import ask
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from svc_common.calls import first_of

@@ -20,8 +20,7 @@ from gateway_svc.callers.caller import annotate, record_request_id, scoped
 from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.pipeline.sessions import Sessions
 from gateway_svc.records.recorder import OutputRecorder, Recording
-from gateway_svc.request.cost import BYTES_PER_TOKEN
-from gateway_svc.request.field_errors import invalid
+from gateway_svc.request.field_errors import BYTES_PER_TOKEN, invalid
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.plan import GenerationPlan, Planner
 from gateway_svc.request.prompts.audio import AudioPart

@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING
 from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from quire.v1.session_pb2_grpc import add_SessionServiceServicer_to_server
 
-from gateway_svc.callers.authenticator import Authenticator
-from gateway_svc.callers.flags import make_authenticator
+from gateway_svc.callers.authenticator import Authenticator, make_authenticator
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.metrics import SPECS, GatewayReader, specs_for_picker
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.audit import AuditLog
-from gateway_svc.operators.console_state import ConsoleState
 from gateway_svc.operators.operator_port import add_admin_service, operators_of, operators_over_http
 from gateway_svc.operators.rollouts import RolloutServicer
 from gateway_svc.process.schedulers import Schedulers
@@ -104,8 +102,7 @@ class Ports:
             args, servicer, directory, lane, server, self._admin, self._audit, self._intake, operations
         )
         self._http = make_http(args, make_app, self._authenticator, self._tls)
-        state = ConsoleState(servicer.full_status, directory, server.rpc.errors)
-        self._console = make_console(args, make_app, self._authenticator, state, server, self._tls)
+        self._console = make_console(args, make_app, self._authenticator, servicer, directory, server, self._tls)
         add_InferenceServiceServicer_to_server(servicer, server.grpc)
         add_SessionServiceServicer_to_server(SessionServicer(servicer.generation.sessions), server.grpc)
         self._operations = add_admin_service(args, *operations, servicer.full_status, server, self._tls, self._audit)
@@ -164,9 +161,8 @@ def make_http_apps(
     if args.http_listen == args.console_listen == config.OFF:
         return None
     from gateway_svc.http.app import HttpApp
-    from gateway_svc.http.handlers import Handlers
+    from gateway_svc.http.handlers import Handlers, StatusHandlers
     from gateway_svc.http.origins import SitePolicy, with_cors
-    from gateway_svc.http.status import StatusHandlers
 
     status = StatusHandlers(lambda: server.is_serving, servicer.generation.streams, admin.metrics_text)
     handlers = Handlers(servicer, directory, lane, status, *operations)
@@ -206,14 +202,15 @@ def make_console(
     args: argparse.Namespace,
     make_app: MakeApp | None,
     authenticator: Authenticator | None,
-    state: ConsoleState,
+    servicer: InferenceServicer,
+    directory: ModelDirectory,
     server: GrpcServer,
     tls: TlsFiles | None,
 ) -> HttpServer | None:
     """The port of the console, if it is on. Raises CallersError, TlsError or TrustError."""
     if make_app is None or args.console_listen == config.OFF:
         return None
-    from gateway_svc.http.console.app import console_app
+    from gateway_svc.http.console.app import ConsoleState, console_app
     from gateway_svc.http.origins import SitePolicy
     from gateway_svc.http.server import HttpServer
 
@@ -221,5 +218,6 @@ def make_console(
     context = None if tls is None else ssl_context(tls)
     # Where clients need no keys, the playground needs one of operators: the port must not serve strangers.
     sites = SitePolicy(args.http_allow_host)
+    state = ConsoleState(servicer.full_status, directory, server.rpc.errors)
     app = console_app(make_app(authenticator or operators), state, operators, server.rpc, sites)
     return HttpServer(app, args.console_listen, max_connections=MAX_OPERATORS, tls=context)

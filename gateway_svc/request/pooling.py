@@ -10,8 +10,7 @@ from quire.internal.v1 import pooling_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.request.cost import check_pooled_cost
-from gateway_svc.request.field_errors import FieldErrors, check_token_ids, invalid
+from gateway_svc.request.field_errors import FieldErrors, check_pooled_cost, check_token_ids, invalid
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.plan import check_determinism
 from gateway_svc.request.prompts.reader import has_images

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.request.cost import check_cost
-from gateway_svc.request.field_errors import FieldErrors, invalid
+from gateway_svc.request.field_errors import FieldErrors, check_cost, invalid
 from gateway_svc.request.prompts.readers import check_prompt
 from request_fields import checks
 from request_fields.fields import has_grammar

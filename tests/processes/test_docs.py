@@ -33,7 +33,7 @@ from quire_client.demo import demo_model_dir
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gateway_svc.limits.settings import read_limits
+from gateway_svc.limits.buckets import read_limits
 from tests.chart.test_docs import PAGES as CHART_PAGES
 from tests.embedding_models import make_embedder
 from tests.processes.encoder_models import TEXT_SHAPES, make_speech_checkpoint, make_text_checkpoint, tone, wav

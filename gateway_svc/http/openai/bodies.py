@@ -26,7 +26,7 @@ from gateway_svc.http.values import (
     text_of,
     token_ids,
 )
-from gateway_svc.request.cost import check_cost
+from gateway_svc.request.field_errors import check_cost
 from request_fields.fields import FieldError
 from svc_common.errors import InvalidRequestError
 

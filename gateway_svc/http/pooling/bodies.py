@@ -16,7 +16,7 @@ from gateway_svc.http.fields import ignored_names, set_parameters
 from gateway_svc.http.json_text import encode, encoded_list
 from gateway_svc.http.openai.bodies import body_of, pooled_inputs
 from gateway_svc.http.values import flag, invalid, number_of, one_of, shown, text, text_of
-from gateway_svc.request.cost import check_pooled_cost
+from gateway_svc.request.field_errors import check_pooled_cost
 from request_fields.fields import MAX_UINT32, FieldError
 from svc_common.errors import InvalidRequestError
 

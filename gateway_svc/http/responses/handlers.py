@@ -23,9 +23,8 @@ from gateway_svc.callers.caller import CANCELLED, OK, forked, record_request_id,
 from gateway_svc.http.json_text import encode
 from gateway_svc.http.openai.answers import named_event
 from gateway_svc.http.replies import EventStream, Read, ignored_headers, json_reply, mark_conversation
-from gateway_svc.http.responses.bodies import ResponseBody, response_request
+from gateway_svc.http.responses.bodies import ResponseBody, messages_of, response_request, with_ids
 from gateway_svc.http.responses.events import Event, events_of
-from gateway_svc.http.responses.items import messages_of, with_ids
 from gateway_svc.http.responses.runs import ResponseRun, Source
 from gateway_svc.http.values import BOOLEANS, Json, invalid, one_of
 from gateway_svc.pipeline.generation import GenerationPipeline

@@ -12,7 +12,7 @@ from itertools import pairwise
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.request.field_errors import invalid
-from gateway_svc.request.sandbox.frames import parse_frame, to_frame
+from gateway_svc.request.sandbox.child import parse_frame, to_frame
 from gateway_svc.request.sandbox.pool import Job, SandboxPool
 from svc_common.errors import UnimplementedError
 

@@ -2,7 +2,7 @@
 
     python -m gateway_svc.request.sandbox.audio_process
 
-Message and answer (sandbox/frames.py); `error` is empty if the message succeeded:
+Message and answer (`to_frame` of child.py); `error` is empty if the message succeeded:
 
     {"rate": 16000, "max_samples": n, "max_part": n, "data": file}
     -> {"error": ..., "ends": [...], "data": i16[samples]}

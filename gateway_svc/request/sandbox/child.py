@@ -8,18 +8,47 @@ bytes.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import platform
 import resource
 import signal
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from gateway_svc.request.sandbox.frames import DATA, read_frame, to_frame
+LENGTH = struct.Struct(">I")
+DATA = "data"
+
+
+def to_frame(content: Mapping[str, Any], data: bytes | None = None) -> bytes:
+    """A message as bytes: its length in 4 bytes, then JSON. The entry `data`, bytes, follows a line break after it.
+
+    Raises ValueError for content that JSON cannot represent.
+    """
+    text = json.dumps(content, ensure_ascii=False).encode()
+    if data is None:
+        return LENGTH.pack(len(text)) + text
+    return b"".join((LENGTH.pack(len(text) + 1 + len(data)), text, b"\n", data))
+
+
+def parse_frame(payload: bytes) -> dict[str, Any]:
+    """The content of a message, without its length."""
+    text, line_break, data = payload.partition(b"\n")
+    content: dict[str, Any] = json.loads(text)
+    return content | {DATA: data} if line_break else content
+
+
+def read_frame(stream: IO[bytes]) -> dict[str, Any] | None:
+    """The next message; None at the end of the stream."""
+    header = stream.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        return None
+    return parse_frame(stream.read(LENGTH.unpack(header)[0]))
+
 
 OOM_SCORE = Path("/proc/self/oom_score_adj")
 # seccomp(2): by architecture its number in a filter, the number of the call itself, and the column of CALLS

@@ -17,7 +17,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.callers.caller import current_caller
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.sandbox.frames import to_frame
+from gateway_svc.request.sandbox.child import to_frame
 from gateway_svc.request.sandbox.pool import RETRY_S, Job, ModelSetup, SandboxPool, SlowAnswerError
 from request_fields.parameters import Grammar
 from svc_common.errors import InvalidRequestError, OverloadedError

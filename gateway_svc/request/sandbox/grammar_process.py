@@ -2,7 +2,7 @@
 
     python -m gateway_svc.request.sandbox.grammar_process
 
-Reads messages from stdin and answers each on stdout (sandbox/frames.py):
+Reads messages from stdin and answers each on stdout (`to_frame` of child.py):
 
     {"tokenizer": key, "json": ..., "vocab_size": ..., "eos_token_ids": [...]}    -> {"error": ...}
     {"tokenizer": key, "kind": ..., "text": ..., "schemas": [...]}                -> {"error": ..., "text": ...}

@@ -14,7 +14,7 @@ from functools import partial
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.sandbox.frames import parse_frame, to_frame
+from gateway_svc.request.sandbox.child import parse_frame, to_frame
 from gateway_svc.request.sandbox.pool import Job, ModelSetup, SandboxPool
 from svc_common.errors import InvalidRequestError, UnimplementedError
 

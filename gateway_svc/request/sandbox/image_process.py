@@ -2,7 +2,7 @@
 
     python -m gateway_svc.request.sandbox.image_process
 
-Messages (sandbox/frames.py); `error` is empty if the message succeeded:
+Messages (`to_frame` of child.py); `error` is empty if the message succeeded:
 
     {"key": ..., "preprocessor": {...}}                      -> {"error": ...}
     {"key": ..., "max_pixels": ..., "data": encoded image}   -> {"error": ..., "height": ..., "width": ..., "data": ...}

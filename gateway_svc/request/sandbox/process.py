@@ -12,7 +12,7 @@ import subprocess
 import sys
 from typing import Any, cast
 
-from gateway_svc.request.sandbox.frames import LENGTH
+from gateway_svc.request.sandbox.child import LENGTH
 
 SET_DUMPABLE = 4  # an option of prctl(2)
 SETUP_TIMEOUT_S = 120.0

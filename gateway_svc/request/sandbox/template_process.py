@@ -2,7 +2,7 @@
 
     python -m gateway_svc.request.sandbox.template_process
 
-Messages (sandbox/frames.py); `error` is empty if the message succeeded:
+Messages (`to_frame` of child.py); `error` is empty if the message succeeded:
 
     {"templates": {name: source}, "special_tokens": {name: text}}                 -> {"error": ...}
     {"template": name, "messages": [...], "options": {...}, "max_chars": ...}     -> {"error": ..., "text": ...}

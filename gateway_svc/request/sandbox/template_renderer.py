@@ -14,7 +14,7 @@ from typing import Any
 
 from gateway_svc.request.field_errors import CHAT
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.sandbox.frames import to_frame
+from gateway_svc.request.sandbox.child import to_frame
 from gateway_svc.request.sandbox.pool import Job, ModelSetup, SandboxPool, Spares
 from gateway_svc.text.bundle import RenderOptions
 from svc_common.errors import InvalidRequestError

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from gateway_svc.text.answer import NAME, AnswerReader, ItemKind, Steps, read_head
-from gateway_svc.text.calls.json_scan import JsonScanner
+from gateway_svc.text.calls.values import JsonScanner
 
 MAX_HEADER = 1024  # characters of a call before its arguments
 HEADER = re.compile(

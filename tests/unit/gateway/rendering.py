@@ -10,7 +10,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.prompts.chat import chat_frame
-from gateway_svc.request.sandbox.frames import LENGTH
+from gateway_svc.request.sandbox.child import LENGTH
 from gateway_svc.request.sandbox.template_process import Templates
 from gateway_svc.request.sandbox.template_renderer import rendered_text
 from gateway_svc.text.bundle import RenderOptions, Tokenizer

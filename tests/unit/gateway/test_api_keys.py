@@ -8,9 +8,8 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.callers.api_keys import ApiKeys, ApiKeysError
-from gateway_svc.callers.authenticator import Authenticator
+from gateway_svc.callers.authenticator import Authenticator, min_priority
 from gateway_svc.callers.caller import Caller
-from gateway_svc.callers.flags import min_priority
 from gateway_svc.flags import make_parser
 from svc_common.security.tls import REREAD_S
 from tests.unit.gateway.fakes import ABORTED, TestGateway, refused

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gateway_svc.flags import make_parser
-from gateway_svc.process.chat_flags import TemplateFileError, chat_templates, parser_names
+from gateway_svc.process.schedulers import TemplateFileError, chat_templates, parser_names
 from gateway_svc.text.bundle import Tokenizer
 from gateway_svc.text.chat_format import ParserNames, detect_format
 from gateway_svc.text.chat_output import ChatFormat

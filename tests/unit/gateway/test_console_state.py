@@ -13,9 +13,8 @@ import pytest
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.http.console.app import read_assets
-from gateway_svc.operators import console_state
-from gateway_svc.operators.console_state import ConsoleState
+from gateway_svc.http.console import app
+from gateway_svc.http.console.app import ConsoleState, read_assets
 
 ERRORS = {("Generate", "INVALID_ARGUMENT"): 7, ("GetModel", "NOT_FOUND"): 1}
 
@@ -75,12 +74,12 @@ async def test_the_state_joins_status_and_pools() -> None:
 
 async def test_many_pages_cause_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(console_state, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: 0.0))
+    monkeypatch.setattr(app, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: 0.0))
     client = Client()
     state = make_state(client)
     await asyncio.gather(*(state.newest() for _ in range(10)))
     assert client.num_calls == 1
-    now = console_state.MIN_INTERVAL_S
+    now = app.MIN_INTERVAL_S
     await state.newest()
     assert client.num_calls == 2
     await asyncio.gather(*(state.newest(["b", "a"]) for _ in range(10)), state.newest(["a", "b"]))

@@ -25,13 +25,11 @@ from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.http import app as http_app
 from gateway_svc.http.app import HttpApp
 from gateway_svc.http.fields import ALIASES, ENDPOINTS
-from gateway_svc.http.handlers import Handlers
+from gateway_svc.http.handlers import Handlers, StatusHandlers
 from gateway_svc.http.origins import SitePolicy, with_cors
 from gateway_svc.http.server import MAX_CONNECTIONS, HttpServer
-from gateway_svc.http.status import StatusHandlers
-from gateway_svc.limits.buckets import LocalBuckets
+from gateway_svc.limits.buckets import LimitsFile, LocalBuckets
 from gateway_svc.limits.key_limits import KeyLimits
-from gateway_svc.limits.settings import LimitsFile
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.operator_port import NoOperators
 from gateway_svc.operators.rollouts import RolloutServicer

@@ -17,7 +17,7 @@ import uvloop
 
 from gateway_svc.callers.api_keys import ApiKeys
 from gateway_svc.callers.authenticator import Authenticator
-from gateway_svc.http import protocol
+from gateway_svc.http import server
 from gateway_svc.http.app import HttpApp
 from gateway_svc.http.server import HttpServer
 from svc_common.calls import RpcStats
@@ -70,7 +70,7 @@ class Peer:
 
 
 async def test_a_connection_without_a_request_is_closed(http: HttpGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", SHORT_S)
+    monkeypatch.setattr(server, "HEADER_TIMEOUT_S", SHORT_S)
     async with Peer.of(http) as peer:
         await peer.wait_closed()
 
@@ -79,7 +79,7 @@ async def test_a_connection_without_a_request_is_closed(http: HttpGateway, monke
 async def test_a_header_that_arrives_byte_by_byte(
     http: HttpGateway, monkeypatch: pytest.MonkeyPatch, is_second: bool
 ) -> None:
-    monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", SHORT_S)
+    monkeypatch.setattr(server, "HEADER_TIMEOUT_S", SHORT_S)
     async with Peer.of(http) as peer:
         if is_second:
             peer.writer.write(REQUEST)
@@ -92,7 +92,7 @@ async def test_a_header_that_arrives_byte_by_byte(
 async def test_the_header_limit_does_not_end_a_long_request(
     http: HttpGateway, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", SHORT_S)
+    monkeypatch.setattr(server, "HEADER_TIMEOUT_S", SHORT_S)
     call = asyncio.create_task(http.post(COMPLETIONS, {"prompt": "a"}))
     await until(lambda: len(scheduler.submits) == 1)
     await asyncio.sleep(2 * SHORT_S)
@@ -103,7 +103,7 @@ async def test_the_header_limit_does_not_end_a_long_request(
 async def test_a_client_that_stops_reading_is_closed(
     http: HttpGateway, scheduler: FakeScheduler, gateway: TestGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "STALL_TIMEOUT_S", SHORT_S)
+    monkeypatch.setattr(server, "STALL_TIMEOUT_S", SHORT_S)
     body = json.dumps({"prompt": "a", "stream": True, "max_tokens": 200, "n": 8}).encode()
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -250,14 +250,14 @@ CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
 async def test_what_costs_much_per_byte_is_refused(http: HttpGateway, data: bytes, words: str) -> None:
     num_events = 0
 
-    def count(connection: protocol._Connection) -> object:
+    def count(connection: server._Connection) -> object:
         nonlocal num_events
         num_events += 1
         return next_event(connection)
 
-    next_event = protocol._Connection.next_event
+    next_event = server._Connection.next_event
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(protocol._Connection, "next_event", count)
+        patch.setattr(server._Connection, "next_event", count)
         async with Peer.of(http) as peer:
             peer.writer.write(data)
             status, body = await peer.answer()
@@ -279,7 +279,7 @@ async def test_chunks_of_a_usual_size_are_a_body(http: HttpGateway, scheduler: F
 async def test_the_body_of_a_refused_request_is_discarded_and_the_connection_closed(
     gateway: TestGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: bytes
 ) -> None:
-    monkeypatch.setattr(protocol, "LINGER_S", 10 * SHORT_S)
+    monkeypatch.setattr(server, "LINGER_S", 10 * SHORT_S)
     (tmp_path / "me").write_text("secret")
     async with HttpGateway(gateway, Authenticator(ApiKeys(tmp_path))) as http, Peer.of(http) as peer:
         peer.writer.write(POST + length + b"1\r\na\r\n")
@@ -287,7 +287,7 @@ async def test_the_body_of_a_refused_request_is_discarded_and_the_connection_clo
         assert b" 401 " in head and b"connection: close" in head  # noqa: PT018
         (connection,) = http.server._server.server_state.connections
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(protocol._Connection, "receive_data", None)  # the rest is not parsed
+            patch.setattr(server._Connection, "receive_data", None)  # the rest is not parsed
             for _ in range(50):
                 peer.writer.write(b"1\r\na\r\n" * 10_000)
                 await peer.writer.drain()

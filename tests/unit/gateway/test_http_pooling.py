@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gateway_svc.http.pooling import bodies
-from gateway_svc.http.protocol import InvalidRequestError
+from gateway_svc.http.server import InvalidRequestError
 
 EMBEDDINGS = {"model": "m", "input": "a"}
 SCORE = {"model": "m", "text_1": "a", "text_2": ["b", "c"]}

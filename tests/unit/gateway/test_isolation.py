@@ -12,9 +12,8 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.callers.api_keys import ApiKeys
-from gateway_svc.callers.authenticator import Authenticator
+from gateway_svc.callers.authenticator import Authenticator, isolates_tenants
 from gateway_svc.callers.caller import CallersError, tenant_salt
-from gateway_svc.callers.flags import isolates_tenants
 from gateway_svc.flags import make_parser
 from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.redis_fields import RedisFields

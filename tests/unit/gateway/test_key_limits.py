@@ -11,9 +11,19 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.limits.buckets import ADMITTED, LocalBuckets, RateBuckets, RedisBuckets, Take, Verdict
+from gateway_svc.limits.buckets import (
+    ADMITTED,
+    LimitsError,
+    LimitsFile,
+    LocalBuckets,
+    OwnerLimits,
+    RateBuckets,
+    RedisBuckets,
+    Take,
+    Verdict,
+    read_limits,
+)
 from gateway_svc.limits.key_limits import KeyLimits
-from gateway_svc.limits.settings import LimitsError, LimitsFile, OwnerLimits, read_limits
 from svc_common.errors import InvalidRequestError, OverloadedError, PermissionDeniedError
 from svc_common.security.tls import REREAD_S
 from tests.processes.redis_server import RedisServer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway_svc.http.responses.items import items_of, messages_of
+from gateway_svc.http.responses.bodies import items_of, messages_of
 from svc_common.errors import InvalidRequestError
 from tests.unit.gateway.fakes import EOS
 from tests.unit.gateway.test_chat_streams import ANSWER, encode, serving

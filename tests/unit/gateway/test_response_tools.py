@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from quire.internal.v1 import scheduler_pb2 as scheduler_pb
 
-from gateway_svc.http.responses.items import items_of, messages_of
+from gateway_svc.http.responses.bodies import items_of, messages_of
 from gateway_svc.http.responses.tools import InputReader
 from svc_common.errors import InvalidRequestError
 from tests.unit.gateway.fakes import EOS

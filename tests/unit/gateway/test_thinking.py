@@ -10,7 +10,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.flags import make_parser
-from gateway_svc.process.chat_flags import parser_names
+from gateway_svc.process.schedulers import parser_names
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.plan import plan_generation
 from gateway_svc.request.prompts.reader import PromptInput

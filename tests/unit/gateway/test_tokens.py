@@ -16,15 +16,12 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.callers.api_keys import ApiKeys
-from gateway_svc.callers.authenticator import Authenticator
+from gateway_svc.callers.authenticator import Authenticator, make_authenticator
 from gateway_svc.callers.caller import Caller, CallersError
-from gateway_svc.callers.flags import make_authenticator
-from gateway_svc.callers.jwks import Jwks, JwksError, read_keys
-from gateway_svc.callers.tokens import MAX_TOKEN_CHARS, Expected, JsonWebTokens
+from gateway_svc.callers.tokens import MAX_TOKEN_CHARS, Expected, JsonWebTokens, Jwks, JwksError, read_keys
 from gateway_svc.flags import make_parser
-from gateway_svc.limits.buckets import LocalBuckets
+from gateway_svc.limits.buckets import LimitsFile, LocalBuckets
 from gateway_svc.limits.key_limits import KeyLimits
-from gateway_svc.limits.settings import LimitsFile
 from svc_common.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError
 from svc_common.memory import Intake
 from svc_common.tasks import cancel
