@@ -10,7 +10,7 @@ from gateway_svc.process.schedulers import CHAT_FLAGS
 from gateway_svc.request.sandbox.image_preparer import ImageLimits
 from gateway_svc.request.validation import DEFAULT_MAX_LOGPROBS
 from request_fields.fields import MAX_LOGPROBS
-from request_fields.inputs import MAX_INPUTS
+from request_fields.sizes import MAX_INPUTS
 from svc_common import config
 from svc_common.channels import DEFAULT_MAX_BUNDLE
 from svc_common.config import (

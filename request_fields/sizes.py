@@ -1,10 +1,19 @@
-"""Whether prompt and output of one sequence fit the model and a KV pool."""
+"""Whether prompt and output of one sequence fit the model and a KV pool, and limits of inputs that are not tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from request_fields.fields import FieldError
+
+MAX_INPUTS = 256
+# Limit for one request, and for all requests that one step opens: a message between services holds 64 MiB.
+MAX_INPUT_BYTES = 48 << 20
+INPUT_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
+EMBEDDING_DTYPES = ("float32", "bfloat16", "float16")
+AUDIO_DTYPES = ("float32", "int16")
+LEVELS = 256  # values of a channel of an image
+
 
 # The largest KV pool that a scheduler accepts from one worker: far above real ones. The 141 GB of an H200 hold 6 M
 # tokens of a 135 M-parameter model.

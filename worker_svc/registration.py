@@ -30,8 +30,7 @@ from quire.v1 import types_pb2
 from svc_common.channels import OpenChannel
 from svc_common.security.trust import certificate_problem
 from svc_common.serve import open_channel
-from svc_common.silence import wait_for_peer
-from svc_common.tasks import cancel
+from svc_common.tasks import cancel, wait_for_peer
 from worker_svc.lifecycle import DRAINING, READY, Lifecycle
 from worker_svc.schedulers import FIRST_PAUSE_S, SchedulerCandidate, SchedulerCandidates, Share, count_workers
 from worker_svc.steps.executor import StepExecutor
@@ -43,7 +42,7 @@ MAX_PAUSE_S = 2.0
 REFUSED_PAUSE_S = 15.0
 OPEN_TIMEOUT_S = 3.0
 MIN_ACK_TIMEOUT_S = 2.0
-ACK_TIMEOUT_INTERVALS = 14  # pings find a stopped scheduler sooner (svc_common/silence.py)
+ACK_TIMEOUT_INTERVALS = 14  # pings find a stopped scheduler sooner (svc_common/tasks.py)
 MIN_UPDATE_INTERVAL_S = 0.1  # limits the rate of messages about loading progress
 DEFAULT_HEARTBEAT_S = 2.0
 STEADY_S = 2.0  # a session that lasted this long counts as successful

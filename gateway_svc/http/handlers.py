@@ -25,7 +25,7 @@ from gateway_svc.http.messages.handlers import MessagesHandlers
 from gateway_svc.http.openai import answers, bodies
 from gateway_svc.http.openai.answers import AnswerShape, PromptParts, StreamAnswer, WholeAnswer, models_of
 from gateway_svc.http.openai.bodies import Generation, with_suffix, with_token_ids
-from gateway_svc.http.pooling.handlers import PoolingHandlers
+from gateway_svc.http.pooling import PoolingHandlers
 from gateway_svc.http.replies import (
     EventStream,
     Numbered,

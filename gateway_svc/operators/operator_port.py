@@ -18,8 +18,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
 from quire.v1.rollouts_pb2_grpc import RolloutServiceServicer, add_RolloutServiceServicer_to_server
 
-from gateway_svc.callers.api_keys import ApiKeys
-from gateway_svc.callers.authenticator import Authenticator, identifies_callers
+from gateway_svc.callers.authenticator import ApiKeys, Authenticator, identifies_callers
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.audit import AuditLog
 from gateway_svc.operators.rollouts import RolloutServicer

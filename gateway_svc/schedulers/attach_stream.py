@@ -20,8 +20,7 @@ from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from svc_common.channels import MAX_MESSAGE_BYTES
 from svc_common.errors import InvalidRequestError, ServiceError, error_from_code
 from svc_common.flush import FlushTimer
-from svc_common.silence import SilenceWatch
-from svc_common.tasks import cancel
+from svc_common.tasks import SilenceWatch, cancel
 
 if TYPE_CHECKING:
     from quire.internal.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub

@@ -32,7 +32,7 @@ which they were sent.
 
 A *heartbeat* has two meanings. Any message from the scheduler shows that it works: after SILENT_INTERVALS of its
 interval without one, the stream ends, because the scheduler hangs. The interval is in the Welcome; a process that was
-paused itself does not count that time (svc_common/silence.py). A scheduler whose process is stopped or whose host is
+paused itself does not count that time (svc_common/tasks.py). A scheduler whose process is stopped or whose host is
 gone is found sooner, by the pings of the connection. And the scheduler's Heartbeat message reports its load, from which
 replicas are chosen: `load_tokens` is the load of the last heartbeat plus what was sent since, because between two
 heartbeats the requests that this gateway sends are the largest change.

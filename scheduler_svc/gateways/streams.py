@@ -33,7 +33,7 @@ from step_protocol.columns import u32_to_bytes
 from svc_common.errors import InvalidRequestError, OverloadedError, ServiceError, UnavailableError, shown_error
 from svc_common.flush import FlushTimer
 from svc_common.memory import MemoryLimit
-from svc_common.silence import SilenceWatch
+from svc_common.tasks import SilenceWatch
 
 log = logging.getLogger(__name__)
 

@@ -37,8 +37,7 @@ from svc_common.channels import MAX_BUNDLE_BYTES, ReceiveError, read_bundle
 from svc_common.errors import InvalidRequestError, ServiceError, StaleEpochError, UnavailableError, error_of_call
 from svc_common.observe.inspection import answer_timeout_s
 from svc_common.serve import open_channel
-from svc_common.silence import SilenceWatch
-from svc_common.tasks import cancel
+from svc_common.tasks import SilenceWatch, cancel
 
 log = logging.getLogger(__name__)
 

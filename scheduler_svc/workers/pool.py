@@ -29,7 +29,7 @@ from scheduler_svc.workers.leased_worker import Dialer, LeasedWorker
 from scheduler_svc.workers.rollouts import Rollouts
 from scheduler_svc.workers.weights import Weights
 from svc_common.errors import AlreadyExistsError, InvalidRequestError, NotFoundError, ServiceError, UnavailableError
-from svc_common.silence import wait_for_peer
+from svc_common.tasks import wait_for_peer
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.request.field_errors import invalid
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.prompts.reader import PromptInput, ReadContext, carried_input, is_finite, whole_prompt
-from request_fields.inputs import INPUT_DTYPE_BYTES
+from request_fields.sizes import INPUT_DTYPE_BYTES
 
 FIELD = "prompt.audio.data"
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE  # formats of WAV

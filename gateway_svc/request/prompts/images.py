@@ -13,7 +13,7 @@ from gateway_svc.request.models import ServedModel
 from gateway_svc.request.prompts.reader import PromptInput, ReadContext, carried_input
 from gateway_svc.request.sandbox.image_preparer import PreparedImage, RequestImage
 from prefix_index.hashing import FIRST_CONTENT_ID, content_ids
-from request_fields.inputs import MAX_INPUT_BYTES
+from request_fields.sizes import MAX_INPUT_BYTES
 from svc_common.errors import InvalidRequestError
 
 

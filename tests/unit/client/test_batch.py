@@ -6,10 +6,9 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 import quire_cli as cli
-from quire_batch.command import Progress
+from quire_batch.command import BatchCounts, Progress
 from quire_batch.files import BatchFileError, Response, ResultFile, check_input
 from quire_batch.http import parse_servers
-from quire_batch.run import BatchCounts
 from quire_client.errors import InvalidRequest
 
 from tests.http_thread import HttpThread

@@ -20,7 +20,7 @@ from quire_cli.commands import status as show
 from quire_cli.output import with_flag_names
 from quire_client.testing import FakeGateway
 
-from gateway_svc.callers.api_keys import ApiKeys
+from gateway_svc.callers.authenticator import ApiKeys
 
 KERNELS = {
     "path": "amx",

@@ -21,7 +21,7 @@ from quire_cli.stack.local_trust import LocalTrust
 from quire_cli.stack.supervisor import ServiceSpec, Stack, StartFailedError
 from quire_client.demo import demo_model_dir
 
-from gateway_svc.callers.api_keys import ApiKeys
+from gateway_svc.callers.authenticator import ApiKeys
 
 TOY = """
     import pathlib, signal, sys, threading, time

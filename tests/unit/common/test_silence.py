@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from svc_common.silence import SilenceWatch, wait_for_peer
+from svc_common.tasks import SilenceWatch, wait_for_peer
 
 
 def test_a_peer_is_silent_after_the_timeout() -> None:

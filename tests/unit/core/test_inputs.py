@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from request_fields.inputs import MAX_INPUT_BYTES
+from request_fields.sizes import MAX_INPUT_BYTES
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import QueueFullError
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup

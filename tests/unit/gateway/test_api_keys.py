@@ -7,8 +7,7 @@ import grpc
 import pytest
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.callers.api_keys import ApiKeys, ApiKeysError
-from gateway_svc.callers.authenticator import Authenticator, min_priority
+from gateway_svc.callers.authenticator import ApiKeys, ApiKeysError, Authenticator, min_priority
 from gateway_svc.callers.caller import Caller
 from gateway_svc.flags import make_parser
 from svc_common.security.tls import REREAD_S

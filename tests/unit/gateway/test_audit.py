@@ -12,8 +12,7 @@ import grpc
 import pytest
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.callers.api_keys import ApiKeys
-from gateway_svc.callers.authenticator import Authenticator
+from gateway_svc.callers.authenticator import ApiKeys, Authenticator
 from gateway_svc.operators.audit import AuditLog, AuditLogError
 from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.redis_fields import RedisFields

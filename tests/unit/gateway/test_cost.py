@@ -12,8 +12,8 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.http import pooling as pooling
 from gateway_svc.http.openai import bodies
-from gateway_svc.http.pooling import bodies as pooling
 from gateway_svc.http.replies import STARTED_AT_ONCE, merged
 from gateway_svc.request.field_errors import MAX_COST, SAMPLE_COST
 from gateway_svc.request.pooling import check_embed

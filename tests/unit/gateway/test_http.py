@@ -20,8 +20,7 @@ import pytest
 from quire.internal.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.callers.api_keys import ApiKeys
-from gateway_svc.callers.authenticator import Authenticator
+from gateway_svc.callers.authenticator import ApiKeys, Authenticator
 from gateway_svc.http import app as http_app
 from gateway_svc.http.app import HttpApp
 from gateway_svc.http.fields import ALIASES, ENDPOINTS

@@ -15,8 +15,7 @@ import pytest
 import trustme
 import uvloop
 
-from gateway_svc.callers.api_keys import ApiKeys
-from gateway_svc.callers.authenticator import Authenticator
+from gateway_svc.callers.authenticator import ApiKeys, Authenticator
 from gateway_svc.http import server
 from gateway_svc.http.app import HttpApp
 from gateway_svc.http.server import HttpServer

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gateway_svc.http.pooling import bodies
+from gateway_svc.http import pooling
 from gateway_svc.http.server import InvalidRequestError
 
 EMBEDDINGS = {"model": "m", "input": "a"}
@@ -16,13 +16,13 @@ RERANK = {"model": "m", "query": "a", "documents": ["b"]}
 
 WRONG = [{}, [], ["last"], 7, True, "none such"]
 FIELDS = [  # reader, body, field, values of WRONG that fit
-    (bodies.embeddings_of, EMBEDDINGS, "pooling", []),
-    (bodies.embeddings_of, EMBEDDINGS, "dimensions", [7]),
-    (bodies.embeddings_of, EMBEDDINGS, "truncate_prompt_tokens", []),
-    (bodies.embeddings_of, EMBEDDINGS, "truncate", [True]),
-    (bodies.score_of, SCORE, "priority", [7]),
-    (bodies.rerank_of, RERANK, "top_n", [7]),
-    (bodies.rerank_of, RERANK, "documents", [["last"]]),
+    (pooling.embeddings_of, EMBEDDINGS, "pooling", []),
+    (pooling.embeddings_of, EMBEDDINGS, "dimensions", [7]),
+    (pooling.embeddings_of, EMBEDDINGS, "truncate_prompt_tokens", []),
+    (pooling.embeddings_of, EMBEDDINGS, "truncate", [True]),
+    (pooling.score_of, SCORE, "priority", [7]),
+    (pooling.rerank_of, RERANK, "top_n", [7]),
+    (pooling.rerank_of, RERANK, "documents", [["last"]]),
 ]
 CASES = [(read, body, name, wrong) for read, body, name, fits in FIELDS for wrong in WRONG if wrong not in fits]
 
@@ -35,6 +35,6 @@ def test_values_of_the_wrong_type_are_refused(read, body, name, wrong):
 
 def test_null_is_the_default():
     body = EMBEDDINGS | dict.fromkeys(("pooling", "dimensions", "encoding_format", "truncate", "normalize"))
-    found = bodies.embeddings_of(json.dumps(body).encode())
+    found = pooling.embeddings_of(json.dumps(body).encode())
     assert not found.is_base64
     assert not found.request.HasField("dimensions")

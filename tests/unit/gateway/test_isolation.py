@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.callers.api_keys import ApiKeys
-from gateway_svc.callers.authenticator import Authenticator, isolates_tenants
+from gateway_svc.callers.authenticator import ApiKeys, Authenticator, isolates_tenants
 from gateway_svc.callers.caller import CallersError, tenant_salt
 from gateway_svc.flags import make_parser
 from gateway_svc.records.recorder import OutputRecorder

@@ -11,8 +11,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from gateway_svc.callers.api_keys import ApiKeys
-from gateway_svc.callers.authenticator import Authenticator
+from gateway_svc.callers.authenticator import ApiKeys, Authenticator
 from gateway_svc.http.messages.bodies import messages_request
 from svc_common.errors import InvalidRequestError
 from tests.chat_templates import TEMPLATES

@@ -15,8 +15,7 @@ import jwt
 import pytest
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.callers.api_keys import ApiKeys
-from gateway_svc.callers.authenticator import Authenticator, make_authenticator
+from gateway_svc.callers.authenticator import ApiKeys, Authenticator, make_authenticator
 from gateway_svc.callers.caller import Caller, CallersError
 from gateway_svc.callers.tokens import MAX_TOKEN_CHARS, Expected, JsonWebTokens, Jwks, JwksError, read_keys
 from gateway_svc.flags import make_parser

@@ -1,22 +1,31 @@
-"""Bodies and answers of /v1/embeddings, /v1/score, /v1/rerank, /pooling and /classify."""
+"""Endpoints of embeddings and scores, with their bodies and answers: OpenAI's, vLLM's, Cohere's and Jina's."""
 
 from __future__ import annotations
 
 import base64
+import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from gateway_svc.http import fields
-from gateway_svc.http.fields import ignored_names, set_parameters
+from gateway_svc.http.fields import ignored_names, paths_of, set_parameters
 from gateway_svc.http.json_text import encode, encoded_list
 from gateway_svc.http.openai.bodies import body_of, pooled_inputs
-from gateway_svc.http.values import flag, invalid, number_of, one_of, shown, text, text_of
+from gateway_svc.http.replies import Read, json_reply
+from gateway_svc.http.values import flag, invalid, list_of, number_of, one_of, shown, text, text_of
+from gateway_svc.pipeline.pooling import PoolingPipeline
 from gateway_svc.request.field_errors import check_pooled_cost
+from gateway_svc.request.threads import Lane
+from gateway_svc.schedulers.directory import ModelDirectory
 from request_fields.fields import MAX_UINT32, FieldError
 from svc_common.errors import InvalidRequestError
 
@@ -223,3 +232,161 @@ def _texts(name: str, value: Any) -> list[str]:
 
 def _document(name: str, value: Any) -> str:
     return text_of(f"{name}.text", value.get("text")) if isinstance(value, dict) else text_of(name, value)
+
+
+INPUT_TYPES: Mapping[str, Sequence[str]] = {  # names of a model's prompts for each type, the first one that it has
+    "search_query": ("search_query", "query"),
+    "search_document": ("search_document", "document", "passage"),
+    "classification": ("classification",),
+    "clustering": ("clustering",),
+}
+TRUNCATIONS = {"NONE": False, "END": True}
+
+
+@dataclass(frozen=True, slots=True)
+class CohereEmbeddings:
+    """A body of /v2/embed. The request has no prompt_name yet: the model's prompts decide."""
+
+    request: pb.EmbedRequest
+    input_type: str
+    types: Sequence[str]
+    ignored: list[str]
+
+    @property
+    def texts(self) -> list[str]:
+        return [prompt.text for prompt in self.request.inputs]
+
+    def prompt_name(self, prompts: Mapping[str, str]) -> str:
+        """The prompt for the type of input; "" if the model has none for it."""
+        names = INPUT_TYPES.get(self.input_type, (self.input_type,))
+        return next((name for name in names if name in prompts), "")
+
+
+def cohere_embeddings_of(data: bytes) -> CohereEmbeddings:
+    """Parse a body of /v2/embed. Raises InvalidRequestError."""
+    body = body_of(data)
+    given = list_of("texts", body.get("texts"), "strings")
+    texts = [text_of(f"texts[{i}]", item) for i, item in enumerate(given)]
+    cut = one_of("truncate", body.get("truncate") or "END", TRUNCATIONS)
+    types = ["float"] if body.get("embedding_types") is None else body["embedding_types"]
+    if not isinstance(types, list) or not types:
+        raise invalid("embedding_types", f"is {shown(types)}; must be a list of {', '.join(ENCODINGS)}")
+    kinds = [one_of(f"embedding_types[{i}]", kind, ENCODINGS) for i, kind in enumerate(types)]
+    request = pb.EmbedRequest(
+        model=text(body, "model"), inputs=pooled_inputs(texts, "texts"), truncate=TRUNCATIONS[cut]
+    )
+    set_parameters(fields.COHERE_EMBED, body, request)
+    if body.get("output_dimension") is not None:
+        request.dimensions = positive(body, "output_dimension")
+    return CohereEmbeddings(
+        request, text(body, "input_type"), list(dict.fromkeys(kinds)), ignored_names(fields.COHERE_EMBED, body)
+    )
+
+
+def encoded_cohere(reply: pb.EmbedResponse, asked: CohereEmbeddings) -> bytes:
+    """The answer in Cohere's shape: the embeddings by type."""
+    used = sum(item.prompt_tokens for item in reply.embeddings)
+    embeddings = {kind: [ENCODINGS[kind](item.values) for item in reply.embeddings] for kind in asked.types}
+    meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": used}}
+    head = {"id": reply.request_id, "response_type": "embeddings_by_type", "texts": asked.texts, "meta": meta}
+    return encode({**head, "embeddings": embeddings})
+
+
+def _bits(values: Sequence[float]) -> list[int]:
+    """One bit per value, 1 if it is positive, the first one in the highest bit of a byte."""
+    bits = "".join("1" if value > 0 else "0" for value in values)
+    return [int(bits[start : start + 8].ljust(8, "0"), 2) for start in range(0, len(bits), 8)]
+
+
+ENCODINGS: Mapping[str, Callable[[Sequence[float]], Any]] = {
+    "float": encoded_list,
+    "base64": as_base64,
+    "ubinary": _bits,
+    "binary": lambda values: [byte - 128 for byte in _bits(values)],
+}
+
+
+# Names of fields in a body, for errors.
+EMBED_NAMES = {"inputs": "input"}
+COHERE_NAMES = {"inputs": "texts", "dimensions": "output_dimension"}
+
+
+class PoolingHandlers:
+    """One method per endpoint. All raise ServiceError."""
+
+    def __init__(self, pooling: PoolingPipeline, directory: ModelDirectory, lane: Lane, read: Read) -> None:
+        self._pooling = pooling
+        self._directory = directory
+        self._lane = lane
+        self._read = read
+
+    def routes(self) -> list[Route]:
+        """All endpoints."""
+        endpoints = {
+            "/v1/embeddings": self.embeddings,
+            "/v2/embed": self.cohere_embeddings,
+            "/pooling": self.pool,
+            "/classify": self.classify,
+            "/v1/score": self.score,
+            "/v1/rerank": self.rerank,
+        }
+        return [
+            Route(path, endpoint, methods=["POST"]) for name, endpoint in endpoints.items() for path in paths_of(name)
+        ]
+
+    async def embeddings(self, request: Request) -> Response:
+        """Embed one or more inputs."""
+        request.scope["names"] = EMBED_NAMES
+        asked = await self._read(request, embeddings_of)
+        reply = await self._pooling.embed(asked.request)
+        answer = await self._lane.run(_size(reply), encoded_embeddings, reply, is_base64=asked.is_base64)
+        return json_reply(answer, asked.ignored)
+
+    async def cohere_embeddings(self, request: Request) -> Response:
+        """Embed one or more texts, in Cohere's form."""
+        request.scope["names"] = COHERE_NAMES
+        asked: CohereEmbeddings = await self._read(request, cohere_embeddings_of)
+        prompts = self._directory.find_text(asked.request.model).text.pooling.prompts
+        asked.request.prompt_name = asked.prompt_name(prompts)
+        reply = await self._pooling.embed(asked.request)
+        return json_reply(await self._lane.run(_size(reply), encoded_cohere, reply, asked), asked.ignored)
+
+    async def pool(self, request: Request) -> Response:
+        """The vectors or the class probabilities of one or more inputs."""
+        request.scope["names"] = EMBED_NAMES
+        asked: PoolingBody = await self._read(request, pooling_of)
+        reply = await self._pooled(asked)
+        encode = partial(encoded_pooling, is_base64=asked.is_base64, created=int(time.time()))
+        return json_reply(await self._lane.run(_size(reply), encode, reply), asked.ignored)
+
+    async def classify(self, request: Request) -> Response:
+        """The class of one or more inputs."""
+        request.scope["names"] = EMBED_NAMES
+        asked: PoolingBody = await self._read(request, classify_of)
+        reply = await self._pooled(asked)
+        labels = self._directory.find_text(reply.model).text.pooling.labels
+        answer = partial(classify_answer, labels=labels, created=int(time.time()))
+        return json_reply(await self._lane.run(_size(reply), answer, reply), asked.ignored)
+
+    async def _pooled(self, asked: PoolingBody) -> pb.EmbedResponse:
+        facts = self._directory.find_text(asked.request.model).info.pooling
+        if asked.task == "classify" or (asked.task is None and facts.num_classes):
+            return await self._pooling.classify(asked.request, is_raw=asked.is_raw)
+        return await self._pooling.embed(asked.request)
+
+    async def score(self, request: Request) -> Response:
+        """Score pairs of texts."""
+        asked = await self._read(request, score_of)
+        reply = await self._pooling.score(asked.request)
+        return json_reply(score_answer(reply, int(time.time())), asked.ignored)
+
+    async def rerank(self, request: Request) -> Response:
+        """Sort documents by how well they match a query."""
+        asked = await self._read(request, rerank_of)
+        reply = await self._pooling.score(asked.request)
+        return json_reply(rerank_answer(reply, asked), asked.ignored)
+
+
+def _size(reply: pb.EmbedResponse) -> int:
+    """The work of encoding all numbers, as bytes of text."""
+    return 8 * sum(len(item.values) for item in reply.embeddings)
