@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
+from gateway_svc.answer.open_streams import OpenStreams
 from gateway_svc.answer.request_meter import GatewayMetrics, ModelTimes
 from gateway_svc.operators.audit import AuditLog
 from gateway_svc.schedulers.directory import ModelDirectory
@@ -24,13 +24,9 @@ def _latency(name: str, meaning: str, *vllm: str) -> Spec:
 
 SPECS = (
     Spec(
-        "requests_total",
-        "counter",
+        "requests_total", "counter",
         "generations that ended, by finish reason (for n > 1, the reason of the last sample); cancelled: by the "
-        "client; failed: ended with an error status",
-        "",
-        ("model_name", "finished_reason"),
-        ("request_success_total",),
+        "client; failed: ended with an error status", "", ("model_name", "finished_reason"), ("request_success_total",),
     ),
     Spec("requests_resumed_total", "counter", "accepted generations that resumed with a continuation", "", MODEL),
     Spec(
@@ -38,11 +34,7 @@ SPECS = (
     ),
     Spec("prompt_tokens_total", "counter", "tokens of accepted prompts", "tokens", MODEL, ("prompt_tokens_total",)),
     Spec(
-        "generation_tokens_total",
-        "counter",
-        "output tokens sent to clients",
-        "tokens",
-        MODEL,
+        "generation_tokens_total", "counter", "output tokens sent to clients", "tokens", MODEL,
         ("generation_tokens_total",),
     ),
     _latency("time_to_first_token_seconds", "time from a request's arrival to its first token"),
@@ -60,11 +52,7 @@ SPECS = (
         "request_prompt_tokens", "histogram", "prompt tokens of a request", "tokens", MODEL, ("request_prompt_tokens",)
     ),
     Spec(
-        "request_generation_tokens",
-        "histogram",
-        "output tokens of a request, all samples together",
-        "tokens",
-        MODEL,
+        "request_generation_tokens", "histogram", "output tokens of a request, all samples together", "tokens", MODEL,
         ("request_generation_tokens",),
     ),
     Spec("gateway_streams", "gauge", "open generations"),
@@ -73,12 +61,9 @@ SPECS = (
     Spec("gateway_schedulers", "gauge", "schedulers by state: ready, attached (no model yet), away", "", ("state",)),
     Spec("gateway_revisions", "gauge", "revisions of the model with ready workers; normally 1", "", MODEL),
     Spec(
-        "gateway_unready_requests_total",
-        "counter",
+        "gateway_unready_requests_total", "counter",
         "requests that arrived while their model was not ready; no name: for models that are not served, while a "
-        "scheduler has no model yet",
-        "",
-        MODEL,
+        "scheduler has no model yet", "", MODEL,
     ),
     Spec("gateway_ready_workers", "gauge", "ready workers of all schedulers", "", MODEL),
     Spec(
@@ -86,20 +71,16 @@ SPECS = (
     ),
     Spec("gateway_requests_running", "gauge", "sequences running on all workers, by the same heartbeats", "", MODEL),
     Spec(
-        "gateway_kv_cache_usage_perc",
-        "gauge",
-        "fraction of the blocks of the workers of the fullest scheduler that sequences use, 0 to 1",
-        "",
-        MODEL,
+        "gateway_kv_cache_usage_perc", "gauge",
+        "fraction of the blocks of the workers of the fullest scheduler that sequences use, 0 to 1", "", MODEL,
     ),
     Spec(
-        "audit_lost_lines_total",
-        "counter",
+        "audit_lost_lines_total", "counter",
         "lines of the audit log that were dropped because it could not be written; absent without --audit-log",
     ),
     Spec("redis_up", "gauge", "1 if the last call to Redis succeeded; absent without --redis"),
     Spec("redis_errors_total", "counter", "failed calls to Redis; absent without --redis"),
-)
+)  # fmt: skip
 
 # The endpoint picker of an InferencePool asks the pods that serve requests, so gateways answer for their schedulers.
 PICKED = {
@@ -114,22 +95,13 @@ def specs_for_picker() -> tuple[Spec, ...]:
     return tuple(dataclasses.replace(spec, vllm=PICKED.get(spec.name, spec.vllm)) for spec in SPECS)
 
 
-class Streams(Protocol):
-    """The properties of the calls in progress that metrics read."""
-
-    max_streams: int
-    num_bytes: int
-
-    def __len__(self) -> int: ...
-
-
 class GatewayReader:
     """The current values of all SPECS."""
 
     def __init__(
         self,
         metrics: GatewayMetrics,
-        streams: Streams,
+        streams: OpenStreams,
         directory: ModelDirectory,
         num_moves: Callable[[], int],
         redis: RedisPrefixReader | None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 
 class Holder(NamedTuple):
@@ -36,14 +36,15 @@ class PrefixChanges:
     blocks: Sequence[tuple[bytes, bool]]  # digest, is cached
 
 
-class PrefixIndex(Protocol):
+class PrefixIndex:
     """Publishes the prefixes of a scheduler's workers. No method raises when the server fails. Only async methods wait
     for the server.
+
+    This class is the index of a scheduler without Redis: it has no readers and stores nothing.
     """
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether the index has readers. If not, the caller need not collect changes for it."""
+    is_shared = False
+    """Whether the index has readers. If not, the caller need not collect changes for it."""
 
     def publish(self, changes: Sequence[PrefixChanges]) -> None:
         """Publish changes of cached prefixes, in order."""
@@ -60,59 +61,31 @@ class PrefixIndex(Protocol):
         Returns another revision of the model that another scheduler serves; then nothing is recorded, unless this one
         `replaces` it. Empty: there is none, or the server does not answer.
         """
+        return ""
 
     async def read_weights(self, model: str, revision: str) -> str | None:
         """The record of the newest weights of a revision; empty: there is none. None: the server does not answer."""
+        return ""
 
     async def write_weights(self, model: str, revision: str, version: int, record: str) -> str | None:
         """Record newer weights of a revision. Returns the record that holds now: this one, or that of a version that is
         not lower. None: the server does not answer, and nothing may have been recorded.
         """
+        return record
 
     def release_revision(self) -> None:
         """This scheduler has no worker any more."""
 
     async def next_scheduler_epoch(self) -> int:
         """An epoch above the epochs of all earlier leases; 0 leaves the choice to the worker."""
+        return 0
 
     def record_scheduler_epoch(self, epoch: int) -> None:
         """Record an epoch that a worker has granted. Later epochs must be above it."""
 
     def state(self) -> str:
         """For status reports: memory, redis, or redis (down)."""
+        return "memory"
 
     async def close(self) -> None:
         """Stop the background task. Entries expire by themselves."""
-
-
-class NoPrefixIndex:
-    """The index of a scheduler without Redis: it has no readers and stores nothing."""
-
-    is_shared = False
-
-    def publish(self, changes: Sequence[PrefixChanges]) -> None: ...
-
-    def register_worker(self, worker_id: str, worker_epoch: int, address: str) -> None: ...
-
-    def forget(self, worker_id: str, worker_epoch: int) -> None: ...
-
-    async def claim_revision(self, model: str, revision: str, *, replaces: bool) -> str:
-        return ""
-
-    async def read_weights(self, model: str, revision: str) -> str | None:
-        return ""
-
-    async def write_weights(self, model: str, revision: str, version: int, record: str) -> str | None:
-        return record
-
-    def release_revision(self) -> None: ...
-
-    async def next_scheduler_epoch(self) -> int:
-        return 0
-
-    def record_scheduler_epoch(self, epoch: int) -> None: ...
-
-    def state(self) -> str:
-        return "memory"
-
-    async def close(self) -> None: ...

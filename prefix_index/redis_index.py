@@ -9,7 +9,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from prefix_index.index import Holder, PrefixChanges, RemoteHolder
+from prefix_index.index import Holder, PrefixChanges, PrefixIndex, RemoteHolder
 from prefix_index.keys import (
     MAX_SCHEDULER_EPOCH,
     entry_key,
@@ -76,7 +76,7 @@ return ARGV[2]"""
 Entry = tuple[Holder, bytes]
 
 
-class RedisPrefixIndex:
+class RedisPrefixIndex(PrefixIndex):
     """The index that several schedulers share. One task calls Redis. `publish` and similar methods only fill its queue.
 
     `snapshot` returns all cached prefixes of this scheduler's workers. They are published again after an outage that

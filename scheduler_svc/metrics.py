@@ -42,10 +42,8 @@ GAUGES = {
         "num_requests_waiting", "gauge", "sequences in the queue", "", MODEL, ("num_requests_waiting",)
     ),
     "num_unschedulable": Spec(
-        "num_requests_unschedulable",
-        "gauge",
-        "sequences in the queue that no present worker can run; they fail after --worker-patience-s",
-        labels=MODEL,
+        "num_requests_unschedulable", "gauge",
+        "sequences in the queue that no present worker can run; they fail after --worker-patience-s", labels=MODEL,
     ),
     "num_running": Spec(
         "num_requests_running", "gauge", "sequences that hold a row", "", MODEL, ("num_requests_running",)
@@ -54,21 +52,15 @@ GAUGES = {
         "pending_tokens", "gauge", "prompt tokens to compute, in the queue and on all workers", "tokens", MODEL
     ),
     "waiting_tokens": Spec(
-        "waiting_tokens",
-        "gauge",
-        "tokens of the queue, to compute and expected to be generated; --max-waiting-tokens limits them",
-        "tokens",
+        "waiting_tokens", "gauge",
+        "tokens of the queue, to compute and expected to be generated; --max-waiting-tokens limits them", "tokens",
         MODEL,
     ),
     "kv_cache_usage": Spec(
-        "kv_cache_usage_perc",
-        "gauge",
-        "fraction of all workers' blocks that are used by sequences, 0 to 1",
-        "",
-        MODEL,
+        "kv_cache_usage_perc", "gauge", "fraction of all workers' blocks that are used by sequences, 0 to 1", "", MODEL,
         ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
     ),
-}
+}  # fmt: skip
 
 VLLM_COUNTS = {"prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"}  # equal names in vLLM
 COUNTS = {
@@ -97,32 +89,22 @@ SPECS = (
     Spec("rows_used", "gauge", "rows of a worker that hold a sequence", "", WORKER),
     Spec("rows_limit", "gauge", "rows of a worker (--max-num-seqs)", "", WORKER),
     Spec(
-        "kv_blocks",
-        "gauge",
+        "kv_blocks", "gauge",
         "blocks of a worker's pool: used by sequences, cached (with a prefix that no sequence uses), or free (empty)",
-        "",
-        (*WORKER, "state"),
+        "", (*WORKER, "state"),
     ),
     Spec(
-        "cache_config_info",
-        "gauge",
-        "always 1; the labels describe the KV pools, num_gpu_blocks is the total of all workers",
-        "",
-        (*MODEL, "block_size", "num_gpu_blocks"),
-        ("cache_config_info",),
+        "cache_config_info", "gauge",
+        "always 1; the labels describe the KV pools, num_gpu_blocks is the total of all workers", "",
+        (*MODEL, "block_size", "num_gpu_blocks"), ("cache_config_info",),
     ),
     Spec(
-        "migrations_total",
-        "counter",
-        "sequences moved off a worker that was draining or lost, or whose row failed",
-        "",
-        ("model_name", "reason"),
+        "migrations_total", "counter", "sequences moved off a worker that was draining or lost, or whose row failed",
+        "", ("model_name", "reason"),
     ),
     Spec(
-        "workers",
-        "gauge",
-        "known workers by state; joining: loaded but not leased yet; a lost worker is listed for five minutes",
-        "",
+        "workers", "gauge",
+        "known workers by state; joining: loaded but not leased yet; a lost worker is listed for five minutes", "",
         ("model_name", "state"),
     ),
     Spec("gateways", "gauge", "attached gateways", "", MODEL),
@@ -130,18 +112,13 @@ SPECS = (
     Spec("weight_updates_total", "counter", "updates of the weights", "", ("model_name", "outcome")),
     Spec("step_processor_seconds_total", "counter", "time that workers took for the answered steps", "seconds", MODEL),
     Spec(
-        "unattributed_processor_seconds_total",
-        "counter",
-        "the part of it that no request pays for: steps whose rows had all ended",
-        "seconds",
-        MODEL,
+        "unattributed_processor_seconds_total", "counter",
+        "the part of it that no request pays for: steps whose rows had all ended", "seconds", MODEL,
     ),
     Spec(
-        "tenant_processor_seconds_total",
-        "counter",
+        "tenant_processor_seconds_total", "counter",
         "the share of ended samples, by tenant; `other` after the first 1000 tenants, empty: requests without one",
-        "seconds",
-        TENANT,
+        "seconds", TENANT,
     ),
     Spec("tenant_block_seconds_total", "counter", "KV blocks x seconds of ended samples, by tenant", "", TENANT),
     _time("step_round_trip_seconds", "time from sending a step to its answer"),
@@ -149,18 +126,15 @@ SPECS = (
     Spec("scheduler_step_rows_total", "counter", "rows computed by answered steps", "", MODEL),
     Spec("scheduler_turn_seconds", "histogram", "time of one turn of the step loop", "seconds"),
     Spec(
-        "block_move_lost_seconds",
-        "histogram",
-        "time by which a move took longer than computing its tokens would have; 0 for the others",
-        "seconds",
+        "block_move_lost_seconds", "histogram",
+        "time by which a move took longer than computing its tokens would have; 0 for the others", "seconds",
     ),
     Spec("scheduler_idle_seconds_total", "counter", "time between turns of the step loop", "seconds"),
     Spec("scheduler_output_tokens_total", "counter", "output tokens that workers returned", "tokens", MODEL),
     Spec("scheduler_sequences_ended_total", "counter", "sequences that ended, for any reason", "", MODEL),
     _time("scheduler_first_token_seconds", "time from a request's arrival at the scheduler to its first token"),
     _time(
-        "request_queue_time_seconds",
-        "time from arrival to admission; only sequences that got a first token",
+        "request_queue_time_seconds", "time from arrival to admission; only sequences that got a first token",
         "request_queue_time_seconds",
     ),
     _time("request_prefill_time_seconds", "time from admission to the first token", "request_prefill_time_seconds"),
@@ -168,7 +142,7 @@ SPECS = (
     Spec("redis_up", "gauge", "1 if Redis answered the last call, else 0; absent without --redis"),
     Spec("redis_errors_total", "counter", "failed calls to Redis; absent without --redis"),
     Spec("redis_pending_entries", "gauge", "index entries not yet written to Redis; absent without --redis"),
-)
+)  # fmt: skip
 
 
 class RoundTripMeter:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from quire.internal.v1 import scheduler_pb2_grpc
 
-from prefix_index.index import NoPrefixIndex, PrefixChanges, PrefixIndex
+from prefix_index.index import PrefixChanges, PrefixIndex
 from prefix_index.keys import make_owner
 from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
@@ -89,7 +89,7 @@ def make_index(args: argparse.Namespace, owner: str, snapshot: Callable[[], Iter
     """The prefix index, in Redis if --redis is set. Raises RedisSettingsError."""
     server = redis_server(args)
     if server is None:
-        return NoPrefixIndex()
+        return PrefixIndex()
     return RedisPrefixIndex(server, owner=owner, snapshot=snapshot, namespace=args.redis_namespace)
 
 

@@ -23,9 +23,7 @@ IDLE_TIMES_S = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0
 
 SPECS = (
     Spec(
-        "worker_info",
-        "gauge",
-        "1; the loaded model in its labels",
+        "worker_info", "gauge", "1; the loaded model in its labels",
         labels=("model_name", "dtype", "determinism", "backend", "block_size", "num_blocks", "max_num_seqs"),
     ),
     Spec("worker_load_progress", "gauge", "fraction of weights loaded, 0 to 1"),
@@ -37,10 +35,8 @@ SPECS = (
     Spec("worker_step_queue_seconds", "histogram", "time that a step waited for earlier steps", "seconds"),
     Spec("worker_step_rows", "histogram", "rows that one step computes"),
     Spec(
-        "worker_tokens_total",
-        "counter",
-        "tokens computed, by stage: prefill (rows that compute more than one in a step) and decode",
-        "tokens",
+        "worker_tokens_total", "counter",
+        "tokens computed, by stage: prefill (rows that compute more than one in a step) and decode", "tokens",
         ("stage",),
     ),
     Spec("worker_encoder_inputs_total", "counter", "encoder inputs computed; cached ones are not computed again"),
@@ -48,45 +44,31 @@ SPECS = (
     Spec("worker_adapters_resident", "gauge", "LoRA adapters that rows can use without a swap"),
     Spec("worker_adapter_swaps_total", "counter", "times that a LoRA adapter became resident"),
     Spec(
-        "worker_idle_seconds",
-        "histogram",
-        "idle time of the model before a step while rows were open: the cost of scheduling and network",
-        "seconds",
+        "worker_idle_seconds", "histogram",
+        "idle time of the model before a step while rows were open: the cost of scheduling and network", "seconds",
     ),
     Spec(
-        "worker_draft_tokens_total",
-        "counter",
-        "drafts computed, by proposer and position in the row's step, from 1",
-        "tokens",
-        ("proposer", "position"),
+        "worker_draft_tokens_total", "counter", "drafts computed, by proposer and position in the row's step, from 1",
+        "tokens", ("proposer", "position"),
     ),
     Spec(
-        "worker_accepted_draft_tokens_total",
-        "counter",
-        "drafts that became output tokens",
-        "tokens",
+        "worker_accepted_draft_tokens_total", "counter", "drafts that became output tokens", "tokens",
         ("proposer", "position"),
     ),
     Spec("worker_images_encoded_total", "counter", "images that the vision tower computed"),
     Spec("worker_image_cache_hits_total", "counter", "images of rows that were computed before and still kept"),
     Spec("worker_image_cache_bytes", "gauge", "embeddings of images that are kept", "bytes"),
     Spec(
-        "worker_kv_tier_bytes",
-        "gauge",
-        "records of a tier: memory (--kv-host-memory), disk (--kv-disk)",
-        "bytes",
+        "worker_kv_tier_bytes", "gauge", "records of a tier: memory (--kv-host-memory), disk (--kv-disk)", "bytes",
         ("tier",),
     ),
     Spec(
-        "worker_kv_tier_writable",
-        "gauge",
-        "1 while this worker writes to a tier, 0 if it only reads the folder of another one",
-        labels=("tier",),
+        "worker_kv_tier_writable", "gauge",
+        "1 while this worker writes to a tier, 0 if it only reads the folder of another one", labels=("tier",),
     ),
     Spec("worker_kv_tier_queued_blocks", "gauge", "committed blocks that the writer of the tiers has not looked at"),
     Spec(
-        "worker_kv_tier_reads_total",
-        "counter",
+        "worker_kv_tier_reads_total", "counter",
         "blocks read from a tier, by result: hit, miss (in no tier), corrupt (its checksum or key differs; not used)",
         labels=("tier", "result"),
     ),
@@ -94,25 +76,20 @@ SPECS = (
     Spec("worker_kv_tier_read_bytes_total", "counter", "bytes read from a tier", "bytes", ("tier",)),
     Spec("worker_kv_tier_written_bytes_total", "counter", "bytes written to a tier", "bytes", ("tier",)),
     Spec(
-        "worker_kv_tier_dropped_blocks_total",
-        "counter",
+        "worker_kv_tier_dropped_blocks_total", "counter",
         "committed blocks that were not written: evicted before their turn, no lock, or the disk refused",
         labels=("tier",),
     ),
     Spec("worker_kv_tier_errors_total", "counter", "errors of the file system", labels=("tier",)),
     Spec(
-        "worker_kv_transfer_bytes_total",
-        "counter",
-        "bytes of blocks exchanged with other workers, by direction: in, out",
-        "bytes",
-        ("direction",),
+        "worker_kv_transfer_bytes_total", "counter",
+        "bytes of blocks exchanged with other workers, by direction: in, out", "bytes", ("direction",),
     ),
     Spec(
-        "worker_kv_transfer_refused_blocks_total",
-        "counter",
+        "worker_kv_transfer_refused_blocks_total", "counter",
         "blocks of other workers that were not used, because checksum, key or tokens differ",
     ),
-)
+)  # fmt: skip
 STUCK_AFTER_S = 10.0  # a shorter step never hangs
 STUCK_TIMES = 10.0  # a step that takes this many times as long as earlier ones hangs
 MIN_MEASURED = 8  # steps of a size before one of them is judged

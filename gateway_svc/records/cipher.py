@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from svc_common.config import SettingError
 from svc_common.security.tls import Reread
@@ -32,16 +32,11 @@ class UnreadableValueError(ValueError):
     """A stored value was not written with one of the keys, or was changed."""
 
 
-class Cipher(Protocol):
-    """Converts values to their stored form and back. `place` names the record and the field of the value."""
+class Cipher:
+    """Converts values to their stored form and back: unencrypted, after the byte of their form.
 
-    def seal(self, data: bytes, place: bytes) -> bytes: ...
-    def open(self, stored: bytes, place: bytes) -> bytes:
-        """Raises UnreadableValueError."""
-
-
-class NoCipher:
-    """Stores values unencrypted, after the byte of their form."""
+    `place` names the record and the field of the value. `open` raises UnreadableValueError.
+    """
 
     def seal(self, data: bytes, place: bytes) -> bytes:
         return PLAIN + data
@@ -52,7 +47,7 @@ class NoCipher:
         return stored[len(PLAIN) :]
 
 
-class AesCipher:
+class AesCipher(Cipher):
     """Encrypts with the first key and decrypts with any of them. Stored: form, key id, nonce, ciphertext with tag."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
@@ -82,7 +77,7 @@ class AesCipher:
         return data
 
 
-class FileCipher:
+class FileCipher(Cipher):
     """Encrypts with the keys that a file has now. While a changed file is invalid, the previous keys stay in use."""
 
     def __init__(self, key_file: Path) -> None:
@@ -97,7 +92,7 @@ class FileCipher:
 
 def make_cipher(key_file: Path | None) -> Cipher:
     """The cipher for the keys of a file; without a file, values are not encrypted. Raises RecordKeyError."""
-    return NoCipher() if key_file is None else FileCipher(key_file)
+    return Cipher() if key_file is None else FileCipher(key_file)
 
 
 def _read_cipher(key_file: Path) -> AesCipher:

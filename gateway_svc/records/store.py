@@ -25,7 +25,7 @@ from quire.internal.v1 import record_pb2 as pb
 from quire.v1.inference_pb2 import GenerateRequest
 
 from gateway_svc.columns import u32_from_bytes, u32_to_bytes
-from gateway_svc.records.cipher import Cipher, NoCipher, UnreadableValueError
+from gateway_svc.records.cipher import Cipher, UnreadableValueError
 from svc_common.errors import InvalidRequestError, OverloadedError
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class RecordStore:
     ) -> None:
         self._fields = fields
         self._limits = limits
-        self._cipher = cipher or NoCipher()
+        self._cipher = cipher or Cipher()
         self.claim = fields.claim
         self.delete, self.close = fields.delete, fields.close
         self.is_open, self.pin = fields.is_open, fields.pin

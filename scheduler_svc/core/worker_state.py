@@ -51,7 +51,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from step_protocol.types import RowError
 
 from prefix_index.hashing import NO_KEYS, block_bytes, chained, extend_digests, root_digest, token_bytes
 from prefix_index.index import Holder, PrefixChanges
@@ -65,6 +64,7 @@ from scheduler_svc.core.speculation import Accepted, Speculation
 from scheduler_svc.core.windows import Windows
 from step_protocol.columns import EMPTY, I64, U32, Bools
 from step_protocol.messages import StepBatch, StepOutput
+from step_protocol.types import RowError
 
 
 @dataclass(slots=True)

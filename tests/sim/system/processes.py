@@ -20,7 +20,7 @@ from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from gateway_svc.servicer import make_servicer
-from prefix_index.index import NoPrefixIndex, PrefixIndex
+from prefix_index.index import PrefixIndex
 from prefix_index.reader import RedisPrefixReader
 from prefix_index.redis_index import RedisPrefixIndex
 from scheduler_svc.core.messages import WorkerCapacity
@@ -106,7 +106,7 @@ class SchedulerService(Service):
     def _build(self) -> None:
         world, epoch = self.world, self.world.rng.getrandbits(64)
         sizes = world.setup
-        index: PrefixIndex = NoPrefixIndex()
+        index: PrefixIndex = PrefixIndex()
         if sizes.uses_redis:
             index = RedisPrefixIndex(
                 "redis://nowhere",

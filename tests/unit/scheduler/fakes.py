@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from prefix_index.index import NoPrefixIndex, PrefixChanges, PrefixIndex
+from prefix_index.index import PrefixChanges, PrefixIndex
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.features.adapters import AdapterSwap
 from scheduler_svc.core.messages import Deltas
@@ -106,7 +106,7 @@ class FakeGateway:
         return {(f.group.handle, f.sample_index): f.reason.value for deltas in self.delivered for f in deltas.finished}
 
 
-class FakeIndex(NoPrefixIndex):
+class FakeIndex(PrefixIndex):
     """A PrefixIndex with a reader. Records what is published."""
 
     is_shared = True
@@ -121,7 +121,7 @@ class FakeIndex(NoPrefixIndex):
 @asynccontextmanager
 async def running_loop(index: PrefixIndex | None = None, **config: object) -> AsyncIterator[StepLoop]:
     """A running step loop. An exception in it fails the test."""
-    loop = StepLoop(SchedulerConfig(**config), index or NoPrefixIndex())  # type: ignore[arg-type]
+    loop = StepLoop(SchedulerConfig(**config), index or PrefixIndex())  # type: ignore[arg-type]
     task = asyncio.create_task(loop.run())
     try:
         yield loop

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from step_protocol.types import CarriedInput, ImageInfo
 
 from request_fields.sizes import LEVELS
 from step_protocol.features import ImageSteps
 from step_protocol.messages import StepBatch
+from step_protocol.types import CarriedInput, ImageInfo
 from worker_svc.engine.backend import LayerBackend
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig

@@ -10,12 +10,12 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from step_protocol.types import CarriedInput, ImageInfo
 
 from prefix_index.hashing import DIGEST_BYTES, FIRST_CONTENT_ID, content_ids
 from request_fields.sizes import AUDIO_DTYPES, EMBEDDING_DTYPES, INPUT_DTYPE_BYTES, LEVELS
 from step_protocol.columns import I64
 from step_protocol.messages import ImageSpan, RowOpen
+from step_protocol.types import CarriedInput, ImageInfo
 from worker_svc.engine.row_part import SomeRows
 
 
