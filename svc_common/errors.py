@@ -54,8 +54,7 @@ class ServiceError(Exception):
 
 
 class InvalidRequestError(ServiceError):
-    code = grpc.StatusCode.INVALID_ARGUMENT
-    http_status = 400
+    code, http_status = grpc.StatusCode.INVALID_ARGUMENT, 400
 
 
 class ContextLengthError(InvalidRequestError):
@@ -67,23 +66,19 @@ class ContextLengthError(InvalidRequestError):
 
 
 class NotFoundError(ServiceError):
-    code = grpc.StatusCode.NOT_FOUND
-    http_status = 404
+    code, http_status = grpc.StatusCode.NOT_FOUND, 404
 
 
 class AlreadyExistsError(ServiceError):
-    code = grpc.StatusCode.ALREADY_EXISTS
-    http_status = 409
+    code, http_status = grpc.StatusCode.ALREADY_EXISTS, 409
 
 
 class OverloadedError(ServiceError):
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    http_status = 429
+    code, http_status = grpc.StatusCode.RESOURCE_EXHAUSTED, 429
 
 
 class UnavailableError(ServiceError):
-    code = grpc.StatusCode.UNAVAILABLE
-    http_status = 503
+    code, http_status = grpc.StatusCode.UNAVAILABLE, 503
 
 
 class RecordsUnavailableError(UnavailableError):
@@ -91,8 +86,7 @@ class RecordsUnavailableError(UnavailableError):
 
 
 class DeadlineError(ServiceError):
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
-    http_status = 408
+    code, http_status = grpc.StatusCode.DEADLINE_EXCEEDED, 408
 
 
 class LateRequestError(DeadlineError):
@@ -100,38 +94,31 @@ class LateRequestError(DeadlineError):
 
 
 class TakenOverError(ServiceError):
-    code = grpc.StatusCode.ABORTED
-    http_status = 409
+    code, http_status = grpc.StatusCode.ABORTED, 409
 
 
 class AbortedError(ServiceError):
-    code = grpc.StatusCode.ABORTED
-    http_status = 409
+    code, http_status = grpc.StatusCode.ABORTED, 409
 
 
 class UnauthenticatedError(ServiceError):
-    code = grpc.StatusCode.UNAUTHENTICATED
-    http_status = 401
+    code, http_status = grpc.StatusCode.UNAUTHENTICATED, 401
 
 
 class PermissionDeniedError(ServiceError):
-    code = grpc.StatusCode.PERMISSION_DENIED
-    http_status = 403
+    code, http_status = grpc.StatusCode.PERMISSION_DENIED, 403
 
 
 class UnimplementedError(ServiceError):
-    code = grpc.StatusCode.UNIMPLEMENTED
-    http_status = 400
+    code, http_status = grpc.StatusCode.UNIMPLEMENTED, 400
 
 
 class NotConfiguredError(ServiceError):
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    http_status = 400
+    code, http_status = grpc.StatusCode.FAILED_PRECONDITION, 400
 
 
 class StaleEpochError(ServiceError):
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    http_status = 503
+    code, http_status = grpc.StatusCode.FAILED_PRECONDITION, 503
 
 
 BY_CODE: dict[int, type[ServiceError]] = {

@@ -10,7 +10,7 @@ from quire.v1 import inference_pb2 as pb
 from gateway_svc.request.field_errors import CHAT
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.prompts.reader import PromptInput, ReadContext
-from gateway_svc.request.prompts.text import check_text_size, some_ids
+from gateway_svc.request.prompts.text import Encoding, TokenPromptReader, check_text_size, some_ids
 from gateway_svc.request.sandbox.template_renderer import render_frame, rendered_text
 from gateway_svc.request.tools import ChatTools, must_call, parse_json, read_tools, refused, shown
 from gateway_svc.text.bundle import RenderOptions
@@ -23,7 +23,7 @@ MIN_CHAT_LIMIT_BYTES = 1 << 20  # a template may drop part of a chat, so a large
 INLINE_CHAT_BYTES = 16 << 10  # converting a chat of this size to JSON costs no more than using a thread
 
 
-class ChatReader:
+class ChatReader(TokenPromptReader):
     """Large chats are converted in a thread. Templates run in processes of their model."""
 
     def check(self, prompt: pb.Prompt, field: str) -> None:
@@ -34,13 +34,7 @@ class ChatReader:
         check_text_size(request, _text_size(request.prompt), model, limit)
 
     async def token_ids(
-        self,
-        prompt: pb.Prompt,
-        model: ServedModel,
-        context: ReadContext,
-        *,
-        add_special_tokens: bool = True,
-        most: int | None = None,
+        self, prompt: pb.Prompt, model: ServedModel, context: ReadContext, how: Encoding
     ) -> PromptInput:
         tokenizer = model.require_tokenizer(CHAT)
         size = _text_size(prompt)
@@ -48,7 +42,7 @@ class ChatReader:
         answer = await context.templates.render(frame, model, is_call=context.lane.is_call)
 
         def tokenize() -> list[int]:
-            return tokenizer.encode(rendered_text(answer), add_special_tokens=False, most=most)
+            return tokenizer.encode(rendered_text(answer), add_special_tokens=False, most=how.most)
 
         return PromptInput(some_ids(await context.lane.run(len(answer), tokenize), CHAT), tools=tools)
 

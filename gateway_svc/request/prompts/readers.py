@@ -12,17 +12,13 @@ from gateway_svc.request.prompts.audio import AudioPart, AudioReader, audio_part
 from gateway_svc.request.prompts.chat import ChatReader
 from gateway_svc.request.prompts.embeddings import EmbeddingsReader
 from gateway_svc.request.prompts.reader import PromptInput, PromptReader, ReadContext, has_images
-from gateway_svc.request.prompts.text import MAX_TOKENIZE_BYTES, TextReader, TokenPromptReader, TokensReader
+from gateway_svc.request.prompts.text import MAX_TOKENIZE_BYTES, Encoding, TextReader, TokenPromptReader, TokensReader
 from gateway_svc.request.sandbox.audio_decoder import AudioDecoder
 from gateway_svc.request.sandbox.image_preparer import ImageLimits, ImagePreparer
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
 from gateway_svc.request.threads import Threads
 
-TOKEN_READERS: Mapping[str, TokenPromptReader] = {
-    "text": TokenPromptReader(TextReader()),
-    "tokens": TokenPromptReader(TokensReader()),
-    "chat": TokenPromptReader(ChatReader()),
-}
+TOKEN_READERS: Mapping[str, TokenPromptReader] = {"text": TextReader(), "tokens": TokensReader(), "chat": ChatReader()}
 READERS: Mapping[str, PromptReader] = {**TOKEN_READERS, "embeddings": EmbeddingsReader(), "audio": AudioReader()}
 MAX_DETOKENIZE_IDS = 1 << 20
 MAX_STRINGS_BYTES = 1 << 20  # limit for a Tokenize that returns strings, which take up to 150 bytes each
@@ -86,15 +82,15 @@ class PromptReaders:
     async def token_ids(self, prompt: pb.Prompt, model: ServedModel) -> Sequence[int]:
         """The ids of a text, tokens or a chat without images. Raises like `read`."""
         kind = prompt.WhichOneof("kind") or ""
-        return (await TOKEN_READERS[kind].tokens.token_ids(prompt, model, self._requests)).ids
+        return (await TOKEN_READERS[kind].token_ids(prompt, model, self._requests, Encoding())).ids
 
     async def tokenize(self, request: pb.TokenizeRequest, model: ServedModel) -> pb.TokenizeResponse:
         """Token ids of a prompt. Raises InvalidRequestError, or OverloadedError if there are too many calls."""
         size = request.ByteSize()
-        adds_special = not request.HasField("add_special_tokens") or request.add_special_tokens
-        tokens = TOKEN_READERS[request.prompt.WhichOneof("kind") or ""].tokens
+        how = Encoding(not request.HasField("add_special_tokens") or request.add_special_tokens)
+        reader = TOKEN_READERS[request.prompt.WhichOneof("kind") or ""]
         with self.threads.counted_call(size) as lane:
-            prompt = await tokens.token_ids(request.prompt, model, self._calls, add_special_tokens=adds_special)
+            prompt = await reader.token_ids(request.prompt, model, self._calls, how)
             return await lane.run(size, _tokenize_response, request, model, prompt.ids)
 
     async def detokenize(self, request: pb.DetokenizeRequest, model: ServedModel) -> pb.DetokenizeResponse:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple
 
 from quire.v1 import inference_pb2 as pb
 
@@ -19,30 +20,27 @@ MAX_TOKENIZE_BYTES = 4 << 20
 INLINE_ID_BYTES = 16 << 10  # copying this many bytes of token ids costs no more than using a thread
 
 
-class TokenReader(Protocol):
-    """Reads prompts that consist of tokens."""
+class Encoding(NamedTuple):
+    """How a text becomes tokens."""
 
-    def check(self, prompt: pb.Prompt, field: str) -> None: ...
-    def check_size(self, request: pb.GenerateRequest, model: ServedModel) -> None: ...
-    async def token_ids(
-        self,
-        prompt: pb.Prompt,
-        model: ServedModel,
-        context: ReadContext,
-        *,
-        add_special_tokens: bool = True,
-        most: int | None = None,
-    ) -> PromptInput:
-        """Raises TooManyTokensError for a text with far more than `most` tokens."""
+    adds_special: bool = True
+    most: int | None = None  # a text with far more tokens raises TooManyTokensError
 
 
 class TokenPromptReader:
-    """Reads the prompts of generations that consist of tokens, between which there may be images."""
+    """Reads prompts that consist of tokens, between which there may be images."""
 
-    def __init__(self, tokens: TokenReader) -> None:
-        self.tokens = tokens
-        self.check = tokens.check
-        self.check_size = tokens.check_size
+    def check(self, prompt: pb.Prompt, field: str) -> None:
+        raise NotImplementedError
+
+    def check_size(self, request: pb.GenerateRequest, model: ServedModel) -> None:
+        raise NotImplementedError
+
+    async def token_ids(
+        self, prompt: pb.Prompt, model: ServedModel, context: ReadContext, how: Encoding
+    ) -> PromptInput:
+        """The tokens of a prompt whose form is checked, with the tools of a chat."""
+        raise NotImplementedError
 
     async def read(
         self, request: pb.GenerateRequest, model: ServedModel, known_ids: Sequence[int] | None, context: ReadContext
@@ -64,10 +62,8 @@ class TokenPromptReader:
         is_cut = request.HasField("truncate_prompt_tokens") or model.info.HasField("encoder")
         most = None if is_cut else model.limits.max_tokens
         try:
-            adds_special = not request.session_id  # the prompt of its session has them
-            return await self.tokens.token_ids(
-                request.prompt, model, context, add_special_tokens=adds_special, most=most
-            )
+            how = Encoding(not request.session_id, most)  # the prompt of its session has the special tokens
+            return await self.token_ids(request.prompt, model, context, how)
         except TooManyTokensError as error:
             field = f"prompt.{request.prompt.WhichOneof('kind')}"
             words = (
@@ -76,7 +72,7 @@ class TokenPromptReader:
             raise ContextLengthError(words, field=field, limit=model.limits.max_tokens) from None
 
 
-class TextReader:
+class TextReader(TokenPromptReader):
     """Small texts are tokenized on the event loop, large ones in a thread."""
 
     def check(self, prompt: pb.Prompt, field: str) -> None:
@@ -87,22 +83,15 @@ class TextReader:
         check_text_size(request, request.prompt.ByteSize(), model, model.max_prompt_bytes)
 
     async def token_ids(
-        self,
-        prompt: pb.Prompt,
-        model: ServedModel,
-        context: ReadContext,
-        *,
-        add_special_tokens: bool = True,
-        most: int | None = None,
+        self, prompt: pb.Prompt, model: ServedModel, context: ReadContext, how: Encoding
     ) -> PromptInput:
         tokenizer = model.require_tokenizer("prompt.text")
-        ids = await context.lane.run(
-            prompt.ByteSize(), tokenizer.encode, prompt.text, add_special_tokens=add_special_tokens, most=most
-        )
+        encode = partial(tokenizer.encode, add_special_tokens=how.adds_special, most=how.most)
+        ids = await context.lane.run(prompt.ByteSize(), encode, prompt.text)
         return PromptInput(some_ids(ids, "prompt.text"))
 
 
-class TokensReader:
+class TokensReader(TokenPromptReader):
     """Many ids are copied in a thread."""
 
     def check(self, prompt: pb.Prompt, field: str) -> None:
@@ -117,13 +106,7 @@ class TokensReader:
                 model.limits.resolve(num_tokens, None)
 
     async def token_ids(
-        self,
-        prompt: pb.Prompt,
-        model: ServedModel,
-        context: ReadContext,
-        *,
-        add_special_tokens: bool = True,
-        most: int | None = None,
+        self, prompt: pb.Prompt, model: ServedModel, context: ReadContext, how: Encoding
     ) -> PromptInput:
         size = 4 * len(prompt.tokens.ids)
         return PromptInput(await context.lane.run(0 if size <= INLINE_ID_BYTES else size, list, prompt.tokens.ids))
