@@ -44,22 +44,10 @@ SERVER_GONE = "the server cancelled the call without a message; it is probably s
 # The error of a connection that breaks during a call: one of these codes, and a message of gRPC (not of the server).
 TRANSPORT_CODES = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED})
 TRANSPORT_WORDS = (
-    "rst_stream",
-    "internal error from core",
-    "connection reset",
-    "connection aborted",
-    "connection closed",
-    "stream removed",
-    "stream closed",
-    "socket closed",
-    "broken pipe",
-    "transport closed",
-    "endpoint closing",
-    "goaway",
-    "keepalive watchdog",
-    "ping timeout",
-    "unexpected <class 'asyncio.exceptions.cancellederror'>",
-)
+    "rst_stream", "internal error from core", "connection reset", "connection aborted", "connection closed",
+    "stream removed", "stream closed", "socket closed", "broken pipe", "transport closed", "endpoint closing", "goaway",
+    "keepalive watchdog", "ping timeout", "unexpected <class 'asyncio.exceptions.cancellederror'>",
+)  # fmt: skip
 # The SDK's names of the protocol's fields
 OPTIONS = {field.path: field.option for field in FIELDS} | {
     "prompt.text": "prompt",
@@ -204,19 +192,9 @@ class UnexpectedOutput(InternalError):
 
 
 KINDS: tuple[type[QuireError], ...] = (
-    ConnectionFailed,
-    DeadlineExceeded,
-    Cancelled,
-    InvalidRequest,
-    ModelNotFound,
-    NotConfigured,
-    AlreadyExists,
-    Overloaded,
-    Unauthenticated,
-    PermissionDenied,
-    Unimplemented,
-    InternalError,
-)
+    ConnectionFailed, DeadlineExceeded, Cancelled, InvalidRequest, ModelNotFound, NotConfigured, AlreadyExists,
+    Overloaded, Unauthenticated, PermissionDenied, Unimplemented, InternalError,
+)  # fmt: skip
 BY_CODE = {kind.code: kind for kind in KINDS} | {grpc.StatusCode.OUT_OF_RANGE: InvalidRequest}
 
 

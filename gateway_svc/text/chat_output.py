@@ -26,16 +26,8 @@ from gateway_svc.text.reasoning import ReasoningFormat
 from gateway_svc.text.tool_formats import ToolFormat
 
 __all__ = [
-    "AnswerPiece",
-    "ChatFormat",
-    "ChatParser",
-    "Item",
-    "ItemKind",
-    "call_id",
-    "items_of",
-    "parse",
-    "short_call_id",
-]
+    "AnswerPiece", "ChatFormat", "ChatParser", "Item", "ItemKind", "call_id", "items_of", "parse", "short_call_id",
+]  # fmt: skip
 
 SHORT_ID_CHARS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 SHORT_ID_SIZE = 9

@@ -26,19 +26,10 @@ WEIGHT_DTYPES = ("F32", "BF16", "F16")
 QUANTIZED_DTYPES = ("I8", "F8_E4M3")
 
 BUNDLE_FILES = (
-    "chat_template.jinja",
-    "chat_template.json",
-    "config.json",
-    "config_sentence_transformers.json",
-    "generation_config.json",
-    "modules.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "sentence_bert_config.json",
-    "special_tokens_map.json",
-    TOKENIZER,
-    "tokenizer_config.json",
-)
+    "chat_template.jinja", "chat_template.json", "config.json", "config_sentence_transformers.json",
+    "generation_config.json", "modules.json", "preprocessor_config.json", "processor_config.json",
+    "sentence_bert_config.json", "special_tokens_map.json", TOKENIZER, "tokenizer_config.json",
+)  # fmt: skip
 TEMPLATES = "additional_chat_templates/*.jinja"  # named chat templates
 # A model with a tower nests the tensors of its decoder.
 NESTED = {

@@ -32,15 +32,8 @@ COMPILE_TIMEOUT_S = 300
 # Sums keep their order, and a multiply-add is fused only where the source says so: results must not depend on how a
 # loop was unrolled or inlined. -fno-math-errno and -fno-trapping-math change no result.
 STRICT_FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-pthread",
-    "-w",
-)
+    "-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread", "-w",
+)  # fmt: skip
 # What the speed of a path depends on (`quire doctor`). The rest would take most of the time to compile.
 LINEAR_SOURCES = tuple(s for s in SOURCES if s.stem in ("cpu", "linear", "matrices", "team", "tiles"))
 
