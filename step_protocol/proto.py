@@ -43,12 +43,9 @@ DIGEST_BYTES = 16
 
 # Columns that are empty in most steps, in groups of equal length.
 CHANGES = (
-    ("close_rows",),
-    ("table_rows", "table_indices", "table_blocks"),
-    ("copy_src", "copy_dst"),
-    ("commit_blocks",),
+    ("close_rows",), ("table_rows", "table_indices", "table_blocks"), ("copy_src", "copy_dst"), ("commit_blocks",),
     ("fork_rows", "fork_parents"),
-)
+)  # fmt: skip
 STEP_FIELDS, ANSWER_FIELDS = by_field(STEP_PARTS), by_field(ANSWER_PARTS)
 ROW_ERROR_NUMBERS = {code: worker_pb2.RowErrorCode.ValueType(number) for number, code in ROW_ERROR_CODES.items()}
 

@@ -54,13 +54,10 @@ PROBE_INTERVAL_S = 2.0
 # Refusals that only another setting can resolve. ALREADY_EXISTS resolves itself when the earlier process is gone.
 REFUSALS = frozenset(
     {
-        grpc.StatusCode.FAILED_PRECONDITION,
-        grpc.StatusCode.INVALID_ARGUMENT,
-        grpc.StatusCode.UNIMPLEMENTED,
-        grpc.StatusCode.UNAUTHENTICATED,
-        grpc.StatusCode.PERMISSION_DENIED,
-    }
-)
+        grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED,
+    },
+)  # fmt: skip
 ID_IN_USE = grpc.StatusCode.ALREADY_EXISTS
 
 Call = grpc.aio.StreamStreamCall[scheduler_pb2.RegisterRequest, scheduler_pb2.RegisterResponse]

@@ -26,12 +26,9 @@ MAX_ERRORS_SHOWN = 5
 
 
 LATENCY_NAMES = {
-    "ttft": "time to first token",
-    "tpot": "time per output token",
-    "itl": "inter-token latency",
-    "pause": "pause between chunks",
-    "e2e": "end to end",
-}
+    "ttft": "time to first token", "tpot": "time per output token", "itl": "inter-token latency",
+    "pause": "pause between chunks", "e2e": "end to end",
+}  # fmt: skip
 
 LATE_MS = 50.0  # above this delay, the report warns that the client is too slow
 BUSY = 0.9

@@ -19,15 +19,9 @@ from svc_common.errors import (
 )
 
 TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    409: "conflict_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-}
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
+    408: "timeout_error", 409: "conflict_error", 413: "invalid_request_error", 429: "rate_limit_error",
+}  # fmt: skip
 MESSAGES = "/v1/messages"  # the endpoints of Anthropic's API
 MESSAGE_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 CODES: dict[type[ServiceError], str] = {
@@ -39,16 +33,11 @@ CODES: dict[type[ServiceError], str] = {
 RETRY_AFTER_S = 1.0  # for retryable errors without their own delay
 # Field path in the protocol -> field name in a body, for fields that are not in the table of parameters.
 PROMPT_NAMES = {
-    "prompt.chat.template_kwargs_json": "chat_template_kwargs",
-    "prompt.chat.tools_json": "tools",
-    "prompt.chat.tool_choice": "tool_choice",
-    "prompt.chat.tool_name": "tool_choice",
-    "prompt.chat.add_generation_prompt": "add_generation_prompt",
-    "prompt.chat.messages": "messages",
-    "prompt.chat": "messages",
-    "prompt.text": "prompt",
-    "prompt.tokens.ids": "prompt",
-}
+    "prompt.chat.template_kwargs_json": "chat_template_kwargs", "prompt.chat.tools_json": "tools",
+    "prompt.chat.tool_choice": "tool_choice", "prompt.chat.tool_name": "tool_choice",
+    "prompt.chat.add_generation_prompt": "add_generation_prompt", "prompt.chat.messages": "messages",
+    "prompt.chat": "messages", "prompt.text": "prompt", "prompt.tokens.ids": "prompt",
+}  # fmt: skip
 
 
 GRAMMAR_FAILED = "grammar: "  # how the message of a row begins whose grammar cannot be applied to its output

@@ -125,28 +125,13 @@ TOOLS = (
     BodyField("parallel_tool_calls", doc="Default true. False: at most one call."),
 )
 CHAT = (
-    MODEL,
-    *TEMPLATE,
-    *TOOLS,
-    *SAMPLING,
-    BEAMS,
-    *STRUCTURED,
-    *STREAMING,
+    MODEL, *TEMPLATE, *TOOLS, *SAMPLING, BEAMS, *STRUCTURED, *STREAMING,
     BodyField("logprobs", doc="Return the log probability of each output token."),
-    BodyField("top_logprobs", "output.logprobs", doc="Needs `logprobs`."),
-    *PROMPT_LOGPROBS,
-    RETURN_IDS,
-    TIMEOUT,
-    *UNSERVED,
-    BodyField("include_reasoning", only=(True,)),
-    BodyField("documents", only=([],)),
-    BodyField("echo", only=(False,)),
-    BodyField("web_search_options", only=()),
-    BodyField("functions", only=([],)),
-    BodyField("function_call", only=("none",)),
-    BodyField("audio", only=()),
-    BodyField("modalities", only=(["text"],)),
-)
+    BodyField("top_logprobs", "output.logprobs", doc="Needs `logprobs`."), *PROMPT_LOGPROBS, RETURN_IDS, TIMEOUT,
+    *UNSERVED, BodyField("include_reasoning", only=(True,)), BodyField("documents", only=([],)),
+    BodyField("echo", only=(False,)), BodyField("web_search_options", only=()), BodyField("functions", only=([],)),
+    BodyField("function_call", only=("none",)), BodyField("audio", only=()), BodyField("modalities", only=(["text"],)),
+)  # fmt: skip
 COMPLETION = (
     MODEL,
     BodyField("prompt", doc="A string, a list of strings, a list of token ids, or a list of such lists."),
@@ -172,13 +157,10 @@ COMPLETION = (
     *UNSERVED,
 )
 TOKENIZE = (
-    MODEL,
-    BodyField("prompt", doc="A string, if there are no messages."),
+    MODEL, BodyField("prompt", doc="A string, if there are no messages."),
     BodyField("add_special_tokens", doc="Default true. No effect on a chat: its template adds them."),
-    BodyField("return_token_strs", doc="Also return `token_strs`, the entries of the vocabulary."),
-    *TEMPLATE,
-    *TOOLS,
-)
+    BodyField("return_token_strs", doc="Also return `token_strs`, the entries of the vocabulary."), *TEMPLATE, *TOOLS,
+)  # fmt: skip
 DETOKENIZE = (MODEL, BodyField("tokens", doc="Token ids."))
 
 POOLED = (
@@ -242,8 +224,7 @@ RESPONSES = (
     BodyField("previous_response_id", doc="A stored response whose conversation the input continues."),
     BodyField("store", doc="Keep the response. Default: true if the gateways keep records."),
     BodyField("background", doc="Answer immediately, and compute the response in the background."),
-    BodyField("stream", doc="Answer with server-sent events."),
-    BodyField("stream_options", doc="No effect."),
+    BodyField("stream", doc="Answer with server-sent events."), BodyField("stream_options", doc="No effect."),
     BodyField("tools", doc="The client's tools ([responses.md](responses.md#tools)). `web_search` is ignored."),
     BodyField("tool_choice", doc='`none`, `auto`, `required` or `{"type": "function", "name": ...}`.'),
     BodyField("parallel_tool_calls", doc="false: at most one call."),
@@ -252,18 +233,14 @@ RESPONSES = (
     BodyField("max_output_tokens", "stop.max_tokens"),
     *(row for row in SAMPLING if row.name not in ("n", "best_of", "max_tokens", "max_completion_tokens")),
     BodyField("include", doc="`message.output_text.logprobs`: log probabilities. Other values have no effect."),
-    BodyField("top_logprobs", "output.logprobs"),
-    BodyField("metadata", doc="Returned unchanged. At most 16 strings."),
-    BodyField("user", doc="Returned."),
-    BodyField("safety_identifier", doc="Returned."),
+    BodyField("top_logprobs", "output.logprobs"), BodyField("metadata", doc="Returned unchanged. At most 16 strings."),
+    BodyField("user", doc="Returned."), BodyField("safety_identifier", doc="Returned."),
     BodyField("service_tier", doc="No effect."),
     BodyField(
-        "truncation", doc="`auto`: leave out the oldest turns of a conversation that is too long. Default: `disabled`."
+        "truncation", doc="`auto`: leave out the oldest turns of a conversation that is too long. Default: `disabled`.",
     ),
-    BodyField("max_tool_calls", only=()),
-    BodyField("conversation", only=()),
-    BodyField("prompt", only=()),
-)
+    BodyField("max_tool_calls", only=()), BodyField("conversation", only=()), BodyField("prompt", only=()),
+)  # fmt: skip
 
 COUNT_TOKENS = (
     MODEL,
@@ -286,43 +263,26 @@ COUNT_TOKENS = (
     ),
 )
 MESSAGES = (
-    *COUNT_TOKENS,
-    BodyField("output_format", doc="The earlier name of `output_config.format`."),
-    BodyField("stop_sequences", "stop.stop"),
-    BodyField("stream", doc="Answer with server-sent events."),
+    *COUNT_TOKENS, BodyField("output_format", doc="The earlier name of `output_config.format`."),
+    BodyField("stop_sequences", "stop.stop"), BodyField("stream", doc="Answer with server-sent events."),
     *(row for row in SAMPLING if row.name not in ("n", "best_of", "max_completion_tokens", "stop")),
-    BodyField("metadata", doc="No effect."),
-    BodyField("service_tier", doc="No effect."),
-)
+    BodyField("metadata", doc="No effect."), BodyField("service_tier", doc="No effect."),
+)  # fmt: skip
 
 ROLLOUT = (
-    MODEL,
-    BodyField("token_ids", doc="The prompt."),
+    MODEL, BodyField("token_ids", doc="The prompt."),
     BodyField(
         "sampling_params",
         doc="An object with fields of /v1/completions: `n`, `max_tokens`, `temperature`, `logprobs` and others.",
     ),
-    *STREAMING,
-    BodyField("priority", "scheduling.priority"),
-    BodyField("cache_salt", "scheduling.cache_salt"),
-    TIMEOUT,
-)
+    *STREAMING, BodyField("priority", "scheduling.priority"), BodyField("cache_salt", "scheduling.cache_salt"), TIMEOUT,
+)  # fmt: skip
 ENDPOINTS: Mapping[str, tuple[BodyField, ...]] = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": COMPLETION,
-    "/v1/responses": RESPONSES,
-    "/v1/messages": MESSAGES,
-    "/v1/messages/count_tokens": COUNT_TOKENS,
-    "/v1/embeddings": EMBEDDINGS,
-    "/v2/embed": COHERE_EMBED,
-    "/pooling": POOLING,
-    "/classify": CLASSIFY,
-    "/v1/score": SCORE,
-    "/v1/rerank": RERANK,
-    "/inference/v1/generate": ROLLOUT,
-    "/tokenize": TOKENIZE,
-    "/detokenize": DETOKENIZE,
-}
+    "/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNT_TOKENS, "/v1/embeddings": EMBEDDINGS, "/v2/embed": COHERE_EMBED,
+    "/pooling": POOLING, "/classify": CLASSIFY, "/v1/score": SCORE, "/v1/rerank": RERANK,
+    "/inference/v1/generate": ROLLOUT, "/tokenize": TOKENIZE, "/detokenize": DETOKENIZE,
+}  # fmt: skip
 
 ALIASES = {  # other paths of an endpoint, or endpoints with the same body
     "/score": "/v1/score",

@@ -27,27 +27,18 @@ OBJECT: Schema = {"type": "object"}
 TOKEN_IDS = _list({"type": "integer", "minimum": 0, "maximum": 2**32 - 1})
 ERROR_STATUSES = {
     "400": "An invalid value, or a field that is not supported.",
-    "401": "No API key or token, or one that is not accepted.",
-    "404": "An unknown path or model.",
+    "401": "No API key or token, or one that is not accepted.", "404": "An unknown path or model.",
     "405": "The path does not accept the method.",
     "408": "The body did not arrive in time, or the time in `timeout` has passed.",
-    "409": "The request is in use or was taken over.",
-    "413": "The body is too large.",
-    "429": "A limit is reached; retry later.",
-    "503": "No process can serve the request now; retry later.",
-}
+    "409": "The request is in use or was taken over.", "413": "The body is too large.",
+    "429": "A limit is reached; retry later.", "503": "No process can serve the request now; retry later.",
+}  # fmt: skip
 
 KINDS: Mapping[Kind, Schema] = {
-    Kind.FLOAT: {"type": "number"},
-    Kind.INT32: {"type": "integer"},
-    Kind.UINT32: {"type": "integer", "minimum": 0},
-    Kind.UINT64: {"type": "integer", "minimum": 0},
-    Kind.BOOL: FLAG,
-    Kind.STRING: TEXT,
-    Kind.STRINGS: _list(TEXT),
-    Kind.TOKEN_IDS: TOKEN_IDS,
-    Kind.BIASES: {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,10}$"}},
-}
+    Kind.FLOAT: {"type": "number"}, Kind.INT32: {"type": "integer"}, Kind.UINT32: {"type": "integer", "minimum": 0},
+    Kind.UINT64: {"type": "integer", "minimum": 0}, Kind.BOOL: FLAG, Kind.STRING: TEXT, Kind.STRINGS: _list(TEXT),
+    Kind.TOKEN_IDS: TOKEN_IDS, Kind.BIASES: {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,10}$"}},
+}  # fmt: skip
 PART = _object({"text": TEXT}, type=TEXT)
 MESSAGE = _object(
     {
@@ -61,38 +52,21 @@ SOME_TEXT: Schema = {**TEXT, "minLength": 1}
 SOME_IDS: Schema = {**TOKEN_IDS, "minItems": 1}
 # Body fields without a request field. A field in neither table may have any type.
 OWN: Mapping[str, Schema] = {
-    "model": TEXT,
-    "messages": _list(MESSAGE, minItems=1),
+    "model": TEXT, "messages": _list(MESSAGE, minItems=1),
     "prompt": {"anyOf": [some for one in (SOME_TEXT, SOME_IDS) for some in (one, _list(one, minItems=1))]},
-    "tokens": TOKEN_IDS,
-    "token_ids": SOME_IDS,
-    "sampling_params": OBJECT,
-    "stream": FLAG,
+    "tokens": TOKEN_IDS, "token_ids": SOME_IDS, "sampling_params": OBJECT, "stream": FLAG,
     "stream_options": {**OBJECT, "properties": {"include_usage": FLAG, "continuous_usage_stats": FLAG}},
-    "timeout": {"type": "number", "exclusiveMinimum": 0, "maximum": 86400},
-    "echo": FLAG,
-    "return_token_ids": FLAG,
-    "return_token_strs": FLAG,
-    "add_special_tokens": FLAG,
-    "add_generation_prompt": FLAG,
-    "continue_final_message": FLAG,
-    "chat_template_kwargs": OBJECT,
-    "chat_template": TEXT,
+    "timeout": {"type": "number", "exclusiveMinimum": 0, "maximum": 86400}, "echo": FLAG, "return_token_ids": FLAG,
+    "return_token_strs": FLAG, "add_special_tokens": FLAG, "add_generation_prompt": FLAG,
+    "continue_final_message": FLAG, "chat_template_kwargs": OBJECT, "chat_template": TEXT,
     "reasoning_effort": {"enum": ["none", "minimal", "low", "medium", "high", "xhigh"]},
-    "input": {"anyOf": [SOME_TEXT, _list(OBJECT, minItems=1)]},
-    "system": {"anyOf": [TEXT, _list(PART)]},
-    "thinking": OBJECT,
-    "output_config": OBJECT,
-    "output_format": OBJECT,
-    "instructions": TEXT,
-    "previous_response_id": TEXT,
-    "store": FLAG,
-    "background": FLAG,
+    "input": {"anyOf": [SOME_TEXT, _list(OBJECT, minItems=1)]}, "system": {"anyOf": [TEXT, _list(PART)]},
+    "thinking": OBJECT, "output_config": OBJECT, "output_format": OBJECT, "instructions": TEXT,
+    "previous_response_id": TEXT, "store": FLAG, "background": FLAG,
     "metadata": {"type": "object", "maxProperties": 16, "additionalProperties": {**TEXT, "maxLength": 512}},
-    "tools": _list(OBJECT),
-    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]},
+    "tools": _list(OBJECT), "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]},
     "parallel_tool_calls": FLAG,
-}
+}  # fmt: skip
 # Bodies that are forms.
 AUDIO_FORM = _object(
     {
@@ -106,15 +80,10 @@ AUDIO_FORM = _object(
 )
 FORMS: Mapping[str, Schema] = {"/v1/audio/transcriptions": AUDIO_FORM, "/v1/audio/translations": AUDIO_FORM}
 REQUIRED: Mapping[str, Sequence[str]] = {
-    "/v1/chat/completions": ["messages"],
-    "/v1/completions": ["prompt"],
-    "/v1/responses": ["input"],
-    "/v2/embed": ["texts"],
-    "/v1/messages": ["messages", "max_tokens"],
-    "/v1/messages/count_tokens": ["messages"],
-    "/detokenize": ["tokens"],
-    "/inference/v1/generate": ["token_ids"],
-}
+    "/v1/chat/completions": ["messages"], "/v1/completions": ["prompt"], "/v1/responses": ["input"],
+    "/v2/embed": ["texts"], "/v1/messages": ["messages", "max_tokens"], "/v1/messages/count_tokens": ["messages"],
+    "/detokenize": ["tokens"], "/inference/v1/generate": ["token_ids"],
+}  # fmt: skip
 
 USAGE = _object(
     {
@@ -126,13 +95,9 @@ USAGE = _object(
     total_tokens=COUNT,
 )
 MODEL = _object(
-    {"context_length": COUNT, "context_window": COUNT},
-    id=TEXT,
-    object={"const": "model"},
-    created=COUNT,
-    owned_by=TEXT,
-    max_model_len=COUNT,
-)
+    {"context_length": COUNT, "context_window": COUNT}, id=TEXT, object={"const": "model"}, created=COUNT,
+    owned_by=TEXT, max_model_len=COUNT,
+)  # fmt: skip
 
 
 def _completion(kind: str, choice: Schema) -> Schema:
@@ -152,34 +117,25 @@ OPTIONAL_TEXT: Schema = {"type": ["string", "null"]}
 # Schemas of successful answers; an endpoint that is not listed answers with some object.
 ANSWERS: Mapping[str, Schema] = {
     "/v1/chat/completions": _completion(
-        "chat.completion", {"message": _object(role={"const": "assistant"}, content=OPTIONAL_TEXT)}
+        "chat.completion", {"message": _object(role={"const": "assistant"}, content=OPTIONAL_TEXT)},
     ),
     "/v1/completions": _completion("text_completion", {"text": TEXT}),
     "/inference/v1/generate": _completion("rollout", {"token_ids": TOKEN_IDS}),
-    "/v1/models": _object(object={"const": "list"}, data=_list(MODEL)),
-    "/v1/models/{model}": MODEL,
+    "/v1/models": _object(object={"const": "list"}, data=_list(MODEL)), "/v1/models/{model}": MODEL,
     "/v1/messages": _object(
-        id=TEXT,
-        type={"const": "message"},
-        role={"const": "assistant"},
-        model=TEXT,
-        content=_list(OBJECT),
-        stop_reason=OPTIONAL_TEXT,
-        usage=_object(input_tokens=COUNT, output_tokens=COUNT),
+        id=TEXT, type={"const": "message"}, role={"const": "assistant"}, model=TEXT, content=_list(OBJECT),
+        stop_reason=OPTIONAL_TEXT, usage=_object(input_tokens=COUNT, output_tokens=COUNT),
     ),
     "/v1/messages/count_tokens": _object(input_tokens=COUNT),
-    "/tokenize": _object(count=COUNT, max_model_len=COUNT, tokens=TOKEN_IDS),
-    "/detokenize": _object(prompt=TEXT),
+    "/tokenize": _object(count=COUNT, max_model_len=COUNT, tokens=TOKEN_IDS), "/detokenize": _object(prompt=TEXT),
     "/tokenizer_info": _object(
-        eos_token=OPTIONAL_TEXT, bos_token=OPTIONAL_TEXT, pad_token=OPTIONAL_TEXT, chat_template=OPTIONAL_TEXT
+        eos_token=OPTIONAL_TEXT, bos_token=OPTIONAL_TEXT, pad_token=OPTIONAL_TEXT, chat_template=OPTIONAL_TEXT,
     ),
-    "/v1/audio/transcriptions": _object(text=TEXT),
-    "/v1/audio/translations": _object(text=TEXT),
+    "/v1/audio/transcriptions": _object(text=TEXT), "/v1/audio/translations": _object(text=TEXT),
     "/v1/responses/input_tokens": _object(object={"const": "response.input_tokens"}, input_tokens=COUNT),
-    **dict.fromkeys(("/health", "/ping"), _object(status=TEXT)),
-    "/load": _object(server_load=COUNT),
+    **dict.fromkeys(("/health", "/ping"), _object(status=TEXT)), "/load": _object(server_load=COUNT),
     "/version": _object(version=TEXT),
-}
+}  # fmt: skip
 STREAMS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/inference/v1/generate"),
     *("/v1/responses", "/v1/responses/{response_id}"),

@@ -23,12 +23,9 @@ from svc_common.observe.metrics import quire_version
 
 UPDATE_ID = PAUSE_ID = "http"  # these calls name neither
 PAUSE_MODES = {
-    "keep": pb.PAUSE_MODE_KEEP,
-    "retract": pb.PAUSE_MODE_RETRACT,
-    "abort": pb.PAUSE_MODE_ABORT,
-    "wait": pb.PAUSE_MODE_FINISH,
-    "finish": pb.PAUSE_MODE_FINISH,
-}
+    "keep": pb.PAUSE_MODE_KEEP, "retract": pb.PAUSE_MODE_RETRACT, "abort": pb.PAUSE_MODE_ABORT,
+    "wait": pb.PAUSE_MODE_FINISH, "finish": pb.PAUSE_MODE_FINISH,
+}  # fmt: skip
 RUNNING_ROWS = {"recompute": pb.RUNNING_ROWS_RECOMPUTE, "keep": pb.RUNNING_ROWS_KEEP, "retire": pb.RUNNING_ROWS_RETIRE}
 LEVELS = ("0", "1", "2")
 ENDPOINTS = {  # names of handlers, which end the paths, by method and beginning of the path

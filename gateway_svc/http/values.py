@@ -99,15 +99,10 @@ def typed_value(name: str, kind: Kind, value: Any) -> Any:
 
 
 WORDS = {
-    Kind.FLOAT: "a number",
-    **dict.fromkeys(INTEGERS, "an integer"),
-    Kind.BOOL: "true or false",
-    Kind.STRING: "a string",
-    Kind.STRINGS: "a string or a list of strings",
-    Kind.TOKEN_IDS: "a list of token ids",
-    Kind.BIASES: "an object of token ids and numbers",
-    Kind.COUNTS: "an object of integers",
-}
+    Kind.FLOAT: "a number", **dict.fromkeys(INTEGERS, "an integer"), Kind.BOOL: "true or false",
+    Kind.STRING: "a string", Kind.STRINGS: "a string or a list of strings", Kind.TOKEN_IDS: "a list of token ids",
+    Kind.BIASES: "an object of token ids and numbers", Kind.COUNTS: "an object of integers",
+}  # fmt: skip
 
 
 def number_of(value: Any) -> Any:

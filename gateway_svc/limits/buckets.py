@@ -48,14 +48,9 @@ class OwnerLimits:
 
 NO_LIMITS = OwnerLimits()
 RANGES = {
-    "requests_per_s": (0.001, 1e6),
-    "tokens_per_min": (1, 1e12),
-    "max_streams": (1, 10**6),
-    "max_rows": (1, 10**6),
-    "record_bytes": (1, 2**50),
-    "max_records": (1, 10_000),
-    "min_priority": (-1000, 1000),
-}
+    "requests_per_s": (0.001, 1e6), "tokens_per_min": (1, 1e12), "max_streams": (1, 10**6), "max_rows": (1, 10**6),
+    "record_bytes": (1, 2**50), "max_records": (1, 10_000), "min_priority": (-1000, 1000),
+}  # fmt: skip
 WHOLE = ("max_streams", "max_rows", "record_bytes", "max_records", "min_priority")
 
 

@@ -272,16 +272,10 @@ class _Formats:
 
 
 FORMATS: Mapping[str, Callable[[_Formats, str, Json], str]] = {
-    "const_string": _Formats.const_string,
-    "json_schema": _Formats.json_schema,
-    "regex": _Formats.regex,
-    "any_text": _Formats.any_text,
-    "sequence": _Formats.sequence,
-    "or": _Formats.any_of,
-    "tag": _Formats.tag,
-    "triggered_tags": _Formats.triggered_tags,
-    "tags_with_separator": _Formats.tags_with_separator,
-}
+    "const_string": _Formats.const_string, "json_schema": _Formats.json_schema, "regex": _Formats.regex,
+    "any_text": _Formats.any_text, "sequence": _Formats.sequence, "or": _Formats.any_of, "tag": _Formats.tag,
+    "triggered_tags": _Formats.triggered_tags, "tags_with_separator": _Formats.tags_with_separator,
+}  # fmt: skip
 FREE = ("any_text", "triggered_tags")
 
 

@@ -87,12 +87,9 @@ class HarmonyReasoning(ReasoningFormat):
 
 
 THINK = ReasoningFormat(
-    "think",
-    "Qwen3, DeepSeek R1 and V3.1, GLM-4.5, Kimi K2, MiniMax M2 and others",
-    "<think>",
-    "</think>",
+    "think", "Qwen3, DeepSeek R1 and V3.1, GLM-4.5, Kimi K2, MiniMax M2 and others", "<think>", "</think>",
     ("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "kimi_k2", "minimax_m2"),
-)
+)  # fmt: skip
 MAGISTRAL = ReasoningFormat("magistral", "Magistral, Ministral", "[THINK]", "[/THINK]", ("mistral",))
 GPT_OSS = HarmonyReasoning(
     "openai_gptoss",

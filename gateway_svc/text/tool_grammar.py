@@ -347,14 +347,9 @@ class _Mistral(_Writer[MistralCalls]):
 
 
 WRITERS: Mapping[type, type[_Writer[Any]]] = {
-    MistralCalls: _Mistral,
-    HarmonyCalls: _Harmony,
-    JsonCalls: _Json,
-    PythonCalls: _Python,
-    GemmaCalls: _Gemma,
-    XmlCalls: _Xml,
-    MarkedCalls: _Marked,
-}
+    MistralCalls: _Mistral, HarmonyCalls: _Harmony, JsonCalls: _Json, PythonCalls: _Python, GemmaCalls: _Gemma,
+    XmlCalls: _Xml, MarkedCalls: _Marked,
+}  # fmt: skip
 
 
 def _object(lark: Lark, head: str, schema: Mapping[str, Any]) -> str:

@@ -19,12 +19,9 @@ Request = scheduler_pb2.ControlRolloutsRequest
 Response = scheduler_pb2.ControlRolloutsResponse
 
 MODES = {
-    pb.PAUSE_MODE_UNSPECIFIED: HoldMode.KEEP,
-    pb.PAUSE_MODE_KEEP: HoldMode.KEEP,
-    pb.PAUSE_MODE_RETRACT: HoldMode.RETRACT,
-    pb.PAUSE_MODE_ABORT: HoldMode.ABORT,
-    pb.PAUSE_MODE_FINISH: HoldMode.FINISH,
-}
+    pb.PAUSE_MODE_UNSPECIFIED: HoldMode.KEEP, pb.PAUSE_MODE_KEEP: HoldMode.KEEP,
+    pb.PAUSE_MODE_RETRACT: HoldMode.RETRACT, pb.PAUSE_MODE_ABORT: HoldMode.ABORT, pb.PAUSE_MODE_FINISH: HoldMode.FINISH,
+}  # fmt: skip
 MAX_PAUSES = 64
 
 

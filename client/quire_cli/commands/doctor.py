@@ -32,18 +32,11 @@ OK, FALLBACK, MISSING, UNKNOWN = "ok", "fallback", "missing", "unknown"
 MARKS = {OK: "ok  ", FALLBACK: "note", MISSING: "FAIL", UNKNOWN: "?   "}
 SERVICE_PACKAGES = {
     "gateway": (
-        "tokenizers",
-        "jinja2",
-        "msgspec",
-        "starlette",
-        "uvicorn",
-        "xxhash",
-        "grpcio-health-checking",
+        "tokenizers", "jinja2", "msgspec", "starlette", "uvicorn", "xxhash", "grpcio-health-checking",
         "grpcio-reflection",
     ),
-    "scheduler": ("numpy", "xxhash", "redis"),
-    "worker": ("torch", "numpy", "safetensors", "xxhash"),
-}
+    "scheduler": ("numpy", "xxhash", "redis"), "worker": ("torch", "numpy", "safetensors", "xxhash"),
+}  # fmt: skip
 PROBE = ("-P", "-m", "worker_svc.engine.kernels.probe", "--all")
 PROBE_TIMEOUT_S = 60.0  # compiles the kernels on a new machine
 KINDS = ("bfloat16", "int8", "float32")

@@ -24,15 +24,9 @@ T = TypeVar("T")
 
 GATEWAY_PHASE, WORKER_PHASE, SCHEDULER_PHASE = range(3)  # stop new requests, then running rows, then schedulers
 NEEDED = {
-    "torch": "worker",
-    "safetensors": "worker",
-    "tokenizers": "gateway",
-    "jinja2": "gateway",
-    "msgspec": "gateway",
-    "starlette": "gateway",
-    "uvicorn": "gateway",
-    "redis": "gateway and scheduler",
-}
+    "torch": "worker", "safetensors": "worker", "tokenizers": "gateway", "jinja2": "gateway", "msgspec": "gateway",
+    "starlette": "gateway", "uvicorn": "gateway", "redis": "gateway and scheduler",
+}  # fmt: skip
 MAX_PORT = 65_535
 DEFAULT_HTTP_PORT = 8000
 # All services share one machine with the model: each message and each chunk takes CPU time from the model.

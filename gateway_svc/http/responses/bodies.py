@@ -147,13 +147,9 @@ def _part_text(where: str, part: Any) -> str:
 MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
 NAMES = {
-    "prompt.chat.tool_name": "tool_choice",
-    "prompt.chat.messages": "input",
-    "prompt.chat": "input",
-    "resumable": "store",
-    "sampling.json_schema": "text.format.schema",
-    "sampling.json_object": "text.format",
-}
+    "prompt.chat.tool_name": "tool_choice", "prompt.chat.messages": "input", "prompt.chat": "input",
+    "resumable": "store", "sampling.json_schema": "text.format.schema", "sampling.json_object": "text.format",
+}  # fmt: skip
 LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 REPEATED = ("user", "safety_identifier", "prompt_cache_key")
 

@@ -36,13 +36,10 @@ def _shell(description: str, required: str, properties: Json) -> Json:
 
 BUILT_IN: Mapping[str, Json] = {  # tools without a definition of their own, by type
     LOCAL_SHELL: _shell(
-        "Runs a command on the user's machine.",
-        "command",
+        "Runs a command on the user's machine.", "command",
         {
-            "command": {**COMMAND, "description": "The program and its arguments."},
-            "working_directory": TEXT,
-            "timeout_ms": MILLISECONDS,
-            "env": {"type": "object", "additionalProperties": TEXT},
+            "command": {**COMMAND, "description": "The program and its arguments."}, "working_directory": TEXT,
+            "timeout_ms": MILLISECONDS, "env": {"type": "object", "additionalProperties": TEXT},
         },
     ),
     SHELL: _shell(
@@ -54,7 +51,7 @@ BUILT_IN: Mapping[str, Json] = {  # tools without a definition of their own, by 
         "description": "Searches for tools that can be called afterwards.",
         "parameters": {"type": "object", "properties": {"query": TEXT}, "required": ["query"]},
     },
-}
+}  # fmt: skip
 
 
 def flat_name(namespace: str, name: str) -> str:
@@ -200,24 +197,20 @@ def _shell_fields(given: Json) -> Json:
 KINDS: Mapping[str, CallKind] = {
     "function_call": CallKind(FUNCTION, "fc", "response.function_call_arguments", "arguments"),
     "custom_tool_call": CallKind(
-        CUSTOM, "ctc", "response.custom_tool_call_input", INPUT, arguments=lambda item: {INPUT: item[INPUT]}
+        CUSTOM, "ctc", "response.custom_tool_call_input", INPUT, arguments=lambda item: {INPUT: item[INPUT]},
     ),
     "tool_search_call": CallKind(
-        SEARCH,
-        "tsc",
-        fields=lambda given: {"execution": "client", "arguments": given},
+        SEARCH, "tsc", fields=lambda given: {"execution": "client", "arguments": given},
         arguments=lambda item: dict(item["arguments"]),
     ),
     "local_shell_call": CallKind(
-        LOCAL_SHELL,
-        "lsh",
-        fields=_local_shell_fields,
+        LOCAL_SHELL, "lsh", fields=_local_shell_fields,
         arguments=lambda item: {key: value for key, value in item["action"].items() if key != "type" and value},
     ),
     "shell_call": CallKind(
-        SHELL, "sh", "response.shell_call_command", fields=_shell_fields, arguments=lambda item: dict(item["action"])
+        SHELL, "sh", "response.shell_call_command", fields=_shell_fields, arguments=lambda item: dict(item["action"]),
     ),
-}
+}  # fmt: skip
 OUTPUTS = (
     *(f"{item}_output" for item in KINDS if item != f"{SEARCH}_call"),
     f"{SEARCH}_output",

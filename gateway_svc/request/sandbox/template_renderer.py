@@ -22,14 +22,10 @@ from svc_common.errors import InvalidRequestError
 NUM_PROCESSES = 2  # processes of each model for generations; one may be busy with a chat that takes long
 NUM_CALL_PROCESSES = 1  # processes of each model for Tokenize calls, which never delay a generation
 JOB = Job(
-    "template_process",
-    "render chats",
+    "template_process", "render chats",
     "send a shorter chat, or prompt.text. An operator can replace the template (--chat-template of the gateway)",
-    cpu_s=2.0,
-    timeout_s=10.0,
-    wait_s=10.0,
-    max_answer_bytes=64 << 20,
-)
+    cpu_s=2.0, timeout_s=10.0, wait_s=10.0, max_answer_bytes=64 << 20,
+)  # fmt: skip
 # A template may write this many characters, plus a multiple of its input: tokenizing costs time and memory as well.
 MIN_OUTPUT_CHARS = 256 << 10
 OUTPUT_CHARS_PER_BYTE = 16

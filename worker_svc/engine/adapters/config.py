@@ -20,20 +20,13 @@ ALL_LINEAR = "all-linear"
 
 # Fields that change the result and are not computed, with what they request. Each must be unset, false or empty.
 REFUSED_FIELDS = {
-    "use_dora": "DoRA",
-    "modules_to_save": "replaced modules",
+    "use_dora": "DoRA", "modules_to_save": "replaced modules",
     "trainable_token_indices": "trained rows of the embedding",
-    "target_parameters": "adapters of parameters, such as those of experts",
-    "layer_replication": "replicated layers",
-    "lora_bias": "biases of lora_B",
-    "use_qalora": "QA-LoRA",
-    "use_bdlora": "block-diagonal adapters",
-    "alora_invocation_tokens": "activated LoRA",
-    "arrow_config": "Arrow routing",
-    "kasa_config": "KaSA",
-    "velora_config": "VeLoRA",
-    "monteclora_config": "MonteCLoRA",
-}
+    "target_parameters": "adapters of parameters, such as those of experts", "layer_replication": "replicated layers",
+    "lora_bias": "biases of lora_B", "use_qalora": "QA-LoRA", "use_bdlora": "block-diagonal adapters",
+    "alora_invocation_tokens": "activated LoRA", "arrow_config": "Arrow routing", "kasa_config": "KaSA",
+    "velora_config": "VeLoRA", "monteclora_config": "MonteCLoRA",
+}  # fmt: skip
 # With these values of init_lora_weights, training starts from changed weights of the base model.
 CHANGED_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 # Fields without an effect on a loaded adapter, and fields that are read.

@@ -40,12 +40,7 @@ LayerRule = Literal["mixer", "beside", "single"]
 
 
 # The norms that a layer may have, in their order; decoder/forward.py says where. The names are those of transformers.
-LAYER_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,17 +33,11 @@ BUNDLE_FILES = (
 TEMPLATES = "additional_chat_templates/*.jinja"  # named chat templates
 # A model with a tower nests the tensors of its decoder.
 NESTED = {
-    "model.language_model.": "model.",
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.visual.": "visual.",
-    "model.vision_tower.": "vision_tower.",
-    "model.vision_model.": "vision_model.",
-    "model.multi_modal_projector.": "multi_modal_projector.",
-    "model.embed_vision.": "embed_vision.",
-    "model.audio_tower.": "audio_tower.",
-    "model.embed_audio.": "embed_audio.",
-}
+    "model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
+    "model.visual.": "visual.", "model.vision_tower.": "vision_tower.", "model.vision_model.": "vision_model.",
+    "model.multi_modal_projector.": "multi_modal_projector.", "model.embed_vision.": "embed_vision.",
+    "model.audio_tower.": "audio_tower.", "model.embed_audio.": "embed_audio.",
+}  # fmt: skip
 
 RENAMED = {  # endings of names in older files, and in transformers' own fp8 files
     ".LayerNorm.gamma": ".LayerNorm.weight",

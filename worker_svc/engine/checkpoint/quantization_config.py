@@ -27,28 +27,23 @@ FP4_ON_CPU = "`cpu`: fp4 kernels with the stored bits; `reference`: converted at
 FORMATS = (
     (
         "compressed-tensors",
-        "`int-quantized`: int8 per output or tensor, inputs in int8 with dynamic scales per token",
-        INT8_STORED,
+        "`int-quantized`: int8 per output or tensor, inputs in int8 with dynamic scales per token", INT8_STORED,
         f"{INT8_STORED}; experts are converted",
     ),
     ("compressed-tensors", "`int-quantized`: int8 per output, tensor or group, other inputs", IN_DTYPE, IN_DTYPE),
     ("compressed-tensors", "`float-quantized`: fp8 (e4m3) per output, tensor or block", IN_DTYPE, FP8_STORED),
     (
-        "compressed-tensors",
-        "`pack-quantized`: int4 and int8 per output or group, with or without `weight_g_idx`",
-        INT4_ON_CPU,
-        INT4_STORED,
+        "compressed-tensors", "`pack-quantized`: int4 and int8 per output or group, with or without `weight_g_idx`",
+        INT4_ON_CPU, INT4_STORED,
     ),
     ("fp8", "fp8 (e4m3) per tensor, or per block (`weight_block_size`)", IN_DTYPE, FP8_STORED),
     (
-        "mxfp4",
-        "experts of GPT-OSS: fp4 (e2m1), a power of two per 32 inputs",
-        FP4_ON_CPU,
+        "mxfp4", "experts of GPT-OSS: fp4 (e2m1), a power of two per 32 inputs", FP4_ON_CPU,
         "converted at load, which rounds nothing",
     ),
     ("gptq", "int4 and int8, any `group_size`, `desc_act`, `sym`; `gptq` and `gptq_v2`", INT4_ON_CPU, INT4_STORED),
     ("awq", "int4, any `group_size`, layout `gemm` of AutoAWQ", INT4_ON_CPU, INT4_STORED),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,12 +285,8 @@ def _mxfp4(fields: dict[str, Any]) -> QuantizationConfig:
 
 
 METHODS: dict[str, Callable[[dict[str, Any]], QuantizationConfig]] = {
-    "compressed-tensors": _compressed_tensors,
-    "fp8": _fp8,
-    "gptq": _gptq,
-    "awq": _awq,
-    "mxfp4": _mxfp4,
-}
+    "compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq, "awq": _awq, "mxfp4": _mxfp4,
+}  # fmt: skip
 
 
 def _choice(

@@ -43,13 +43,9 @@ from worker_svc.engine.recurrent import Recurrence, gated_delta, mamba2, norm_ep
 from worker_svc.engine.vision.config import VisionConfig, parse_vision
 
 ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "relu2": "relu2",
-}
+}  # fmt: skip
 GROUP_METHODS = {"greedy": False, "group_limited_greedy": True, "noaux_tc": True}  # whether experts are in groups
 RECURRENCES: Mapping[RecurrenceName, Callable[[Mapping[str, Any]], Recurrence]] = {
     "gated_delta": gated_delta,

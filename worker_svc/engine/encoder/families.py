@@ -33,34 +33,17 @@ class EncoderNames:
 
 
 BERT_NAMES = EncoderNames(
-    prefix="bert.",
-    embedding="embeddings.word_embeddings",
-    position_embedding="embeddings.position_embeddings",
-    type_embedding="embeddings.token_type_embeddings",
-    embedding_norm="embeddings.LayerNorm",
-    layer="encoder.layer.{}.",
-    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
-    o="attention.output.dense",
-    up="intermediate.dense",
-    down="output.dense",
-    attention_norm="attention.output.LayerNorm",
+    prefix="bert.", embedding="embeddings.word_embeddings", position_embedding="embeddings.position_embeddings",
+    type_embedding="embeddings.token_type_embeddings", embedding_norm="embeddings.LayerNorm", layer="encoder.layer.{}.",
+    qkv=("attention.self.query", "attention.self.key", "attention.self.value"), o="attention.output.dense",
+    up="intermediate.dense", down="output.dense", attention_norm="attention.output.LayerNorm",
     feed_norm="output.LayerNorm",
-)
+)  # fmt: skip
 MODERN_NAMES = EncoderNames(
-    prefix="model.",
-    embedding="embeddings.tok_embeddings",
-    position_embedding="",
-    type_embedding="",
-    embedding_norm="embeddings.norm",
-    layer="layers.{}.",
-    qkv=("attn.Wqkv",),
-    o="attn.Wo",
-    up="mlp.Wi",
-    down="mlp.Wo",
-    attention_norm="attn_norm",
-    feed_norm="mlp_norm",
-    final_norm="final_norm",
-)
+    prefix="model.", embedding="embeddings.tok_embeddings", position_embedding="", type_embedding="",
+    embedding_norm="embeddings.norm", layer="layers.{}.", qkv=("attn.Wqkv",), o="attn.Wo", up="mlp.Wi", down="mlp.Wo",
+    attention_norm="attn_norm", feed_norm="mlp_norm", final_norm="final_norm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,24 +80,15 @@ BERT = EncoderFamily(
     defaults={"layer_norm_eps": 1e-12, "type_vocab_size": 2, "pad_token_id": 0},
 )
 ROBERTA = replace(
-    BERT,
-    models="RoBERTa",
-    head=HeadNames("classifier.dense", "classifier.out_proj"),
-    names=replace(BERT_NAMES, prefix="roberta."),
-    has_positions_after_padding=True,
+    BERT, models="RoBERTa", head=HeadNames("classifier.dense", "classifier.out_proj"),
+    names=replace(BERT_NAMES, prefix="roberta."), has_positions_after_padding=True,
     defaults={**BERT.defaults, "pad_token_id": 1},
-)
+)  # fmt: skip
 MODERN_BERT = EncoderFamily(
-    "ModernBERT",
-    HeadNames("head.dense", "classifier", activation="classifier_activation", norm="head.norm"),
-    MODERN_NAMES,
-    norms_precede=True,
-    is_gated=True,
-    is_biased=None,
-    has_windows=True,
-    fields={"hidden_act": "hidden_activation", "layer_norm_eps": "norm_eps"},
-    defaults={"layer_norm_eps": 1e-5},
-)
+    "ModernBERT", HeadNames("head.dense", "classifier", activation="classifier_activation", norm="head.norm"),
+    MODERN_NAMES, norms_precede=True, is_gated=True, is_biased=None, has_windows=True,
+    fields={"hidden_act": "hidden_activation", "layer_norm_eps": "norm_eps"}, defaults={"layer_norm_eps": 1e-5},
+)  # fmt: skip
 
 ENCODERS: Mapping[str, EncoderFamily] = {
     "Bert": BERT,

@@ -17,12 +17,8 @@ if TYPE_CHECKING:
     from worker_svc.engine.checkpoint.architecture import NormKind
 
 ACTIVATIONS = {
-    "relu": "relu",
-    "silu": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
+    "relu": "relu", "silu": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+}  # fmt: skip
 CROSS_ATTENTION = "cross_attention"
 CONV_STRIDE = 2  # log-mel frames per encoder position
 
@@ -115,65 +111,40 @@ def _t5_stack(stack: str, feed: int) -> StackNames:
 
 
 BART_FIELDS = {
-    "head_count": "decoder_attention_heads",
-    "num_encoder_layers": "encoder_layers",
-    "num_decoder_layers": "decoder_layers",
-    "encoder_inner": "encoder_ffn_dim",
-    "decoder_inner": "decoder_ffn_dim",
-    "encoder_positions": "max_position_embeddings",
-    "decoder_positions": "max_position_embeddings",
+    "head_count": "decoder_attention_heads", "num_encoder_layers": "encoder_layers",
+    "num_decoder_layers": "decoder_layers", "encoder_inner": "encoder_ffn_dim", "decoder_inner": "decoder_ffn_dim",
+    "encoder_positions": "max_position_embeddings", "decoder_positions": "max_position_embeddings",
     "activation": "activation_function",
-}
+}  # fmt: skip
 COPIES = ("model.encoder.embed_tokens", "model.decoder.embed_tokens")
 BART = EncoderDecoderFamily(
-    "BART",
-    _bart_stack("encoder", embedding_norm="layernorm_embedding"),
-    _bart_stack("decoder", embedding_norm="layernorm_embedding"),
-    copies=COPIES,
-    is_pre_norm=False,
-    position_offset=2,
+    "BART", _bart_stack("encoder", embedding_norm="layernorm_embedding"),
+    _bart_stack("decoder", embedding_norm="layernorm_embedding"), copies=COPIES, is_pre_norm=False, position_offset=2,
     fields=BART_FIELDS,
-)
+)  # fmt: skip
 
 ENCODER_DECODERS = {
     "T5ForConditionalGeneration": EncoderDecoderFamily(
-        "T5, T5 v1.1, Flan-T5",
-        _t5_stack("encoder", feed=1),
-        _t5_stack("decoder", feed=2),
-        embedding="shared",
+        "T5, T5 v1.1, Flan-T5", _t5_stack("encoder", feed=1), _t5_stack("decoder", feed=2), embedding="shared",
         copies=("encoder.embed_tokens", "decoder.embed_tokens"),
-        ignored=("EncDecAttention.relative_attention_bias.weight",),
-        norm="rms",
-        has_biases=False,
-        has_key_bias=False,
+        ignored=("EncDecAttention.relative_attention_bias.weight",), norm="rms", has_biases=False, has_key_bias=False,
         fields={
-            "head_count": "num_heads",
-            "num_encoder_layers": "num_layers",
-            "encoder_inner": "d_ff",
-            "decoder_inner": "d_ff",
-            "encoder_positions": "n_positions",
-            "decoder_positions": "n_positions",
+            "head_count": "num_heads", "num_encoder_layers": "num_layers", "encoder_inner": "d_ff",
+            "decoder_inner": "d_ff", "encoder_positions": "n_positions", "decoder_positions": "n_positions",
         },
     ),
     "BartForConditionalGeneration": BART,
     "MBartForConditionalGeneration": replace(
-        BART,
-        models="mBART",
+        BART, models="mBART",
         encoder=_bart_stack("encoder", embedding_norm="layernorm_embedding", final_norm="layer_norm"),
-        decoder=_bart_stack("decoder", embedding_norm="layernorm_embedding", final_norm="layer_norm"),
-        is_pre_norm=True,
+        decoder=_bart_stack("decoder", embedding_norm="layernorm_embedding", final_norm="layer_norm"), is_pre_norm=True,
     ),
     "WhisperForConditionalGeneration": EncoderDecoderFamily(
-        "Whisper",
-        _bart_stack("encoder", final_norm="layer_norm"),
-        _bart_stack("decoder", final_norm="layer_norm"),
-        embedding="model.decoder.embed_tokens",
-        head="proj_out",
-        has_key_bias=False,
-        is_audio=True,
+        "Whisper", _bart_stack("encoder", final_norm="layer_norm"), _bart_stack("decoder", final_norm="layer_norm"),
+        embedding="model.decoder.embed_tokens", head="proj_out", has_key_bias=False, is_audio=True,
         fields=BART_FIELDS | {"encoder_positions": "max_source_positions", "decoder_positions": "max_target_positions"},
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

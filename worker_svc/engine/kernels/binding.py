@@ -17,13 +17,9 @@ import numpy.typing as npt
 
 STRUCT_SOURCES = ("kernels.h", "forward.cpp")
 SCALARS: dict[str, Any] = {
-    "int": ctypes.c_int,
-    "int64_t": ctypes.c_int64,
-    "uint32_t": ctypes.c_uint32,
-    "uint64_t": ctypes.c_uint64,
-    "float": ctypes.c_float,
-    "double": ctypes.c_double,
-}
+    "int": ctypes.c_int, "int64_t": ctypes.c_int64, "uint32_t": ctypes.c_uint32, "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float, "double": ctypes.c_double,
+}  # fmt: skip
 RESULTS = SCALARS | {"void": None, "const char*": ctypes.c_char_p}
 FUNCTION = re.compile(r"(void|int|int64_t|const char\*) (quire_\w+)\(([^)]*)\) *\{")
 DECLARATOR = re.compile(r"(\*?) *(\w+)(?:\[(\w+)\])?")  # pointer, name, constant that is the length of an array

@@ -32,14 +32,10 @@ def _tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "identity": lambda x: x,
-    "tanh": _tanh,
-    "relu": torch.relu,
-    "sigmoid": lambda x: 1.0 / (1.0 + exp(-x)),
-    "gelu": lambda x: torch_ops.activate(x, "gelu"),
-    "gelu_tanh": lambda x: torch_ops.activate(x, "gelu_tanh"),
+    "identity": lambda x: x, "tanh": _tanh, "relu": torch.relu, "sigmoid": lambda x: 1.0 / (1.0 + exp(-x)),
+    "gelu": lambda x: torch_ops.activate(x, "gelu"), "gelu_tanh": lambda x: torch_ops.activate(x, "gelu_tanh"),
     "silu": lambda x: torch_ops.activate(x, "silu"),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

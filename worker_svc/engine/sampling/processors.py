@@ -43,18 +43,14 @@ ALWAYS = 2**31  # output position that no row reaches
 # A row's record for the kernel: `ProcessorRow` of kernels/processors.cpp. Pointers refer to arrays of the table.
 RECORD = np.dtype(
     [
-        ("repetition_penalty", np.float32),
-        ("frequency_penalty", np.float32),
-        ("presence_penalty", np.float32),
-        ("num_bad_words", np.int32),
-        ("prompt_len", np.int64),
-        ("banned_before", np.int64),
+        ("repetition_penalty", np.float32), ("frequency_penalty", np.float32), ("presence_penalty", np.float32),
+        ("num_bad_words", np.int32), ("prompt_len", np.int64), ("banned_before", np.int64),
         *((name, np.int64) for name in ("num_allowed", "num_banned", "num_early", "num_biases")),
         *((name, np.uint64) for name in ("tokens", "allowed", "banned", "early", "bias_ids", "biases")),
         *((name, np.uint64) for name in ("bad_word_ids", "bad_word_ends")),
     ],
     align=True,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

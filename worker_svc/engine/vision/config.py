@@ -10,12 +10,7 @@ from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.checkpoint.architecture import NormKind, TowerKind
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, choice_of, size_of
 
-ACTIVATIONS = {
-    "quick_gelu": "quick_gelu",
-    "silu": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
+ACTIVATIONS = {"quick_gelu": "quick_gelu", "silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _size = partial(size_of, within="vision_config.")
 
 
@@ -54,28 +49,19 @@ class TowerFamily:
 FAMILIES: dict[TowerKind, TowerFamily] = {
     "qwen2_vl": TowerFamily(hidden="embed_dim", out="hidden_size"),
     "qwen2_5_vl": TowerFamily(
-        norm="rms",
-        is_gated=True,
-        default_activation="silu",
+        norm="rms", is_gated=True, default_activation="silu",
         names=TowerNames(gate_up=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj"),
     ),
     "qwen3_vl": TowerFamily(
-        has_patch_bias=True,
-        default_activation="gelu_pytorch_tanh",
+        has_patch_bias=True, default_activation="gelu_pytorch_tanh",
         names=TowerNames(
-            positions="visual.pos_embed",
-            gate_up=("mlp.linear_fc1",),
-            down="mlp.linear_fc2",
-            merger_norm="visual.merger.norm",
-            merger_linears=("visual.merger.linear_fc1", "visual.merger.linear_fc2"),
+            positions="visual.pos_embed", gate_up=("mlp.linear_fc1",), down="mlp.linear_fc2",
+            merger_norm="visual.merger.norm", merger_linears=("visual.merger.linear_fc1", "visual.merger.linear_fc2"),
             deep_norm="visual.deepstack_merger_list.{}.norm",
-            deep_linears=(
-                "visual.deepstack_merger_list.{}.linear_fc1",
-                "visual.deepstack_merger_list.{}.linear_fc2",
-            ),
+            deep_linears=("visual.deepstack_merger_list.{}.linear_fc1", "visual.deepstack_merger_list.{}.linear_fc2"),
         ),
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
