@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from gateway_svc.text.calls.gemma import GemmaCalls, GemmaValues
+from gateway_svc.text.calls.gemma import GemmaCalls
 from gateway_svc.text.calls.json_calls import MISTRAL, JsonCalls, MarkedCalls, MistralCalls
 from gateway_svc.text.calls.python import PythonCalls
 from gateway_svc.text.calls.values import TEXT_OR_NULL, texts_of, types_of
 from gateway_svc.text.calls.xml import XmlCalls
 from gateway_svc.text.chat_output import ChatFormat
+from gateway_svc.text.gemma_grammar import GemmaValues
 from gateway_svc.text.lark import Lark, TokenId, add_structural_tag
 from gateway_svc.text.reasoning import HarmonyReasoning, ReasoningFormat
 from gateway_svc.text.tool_formats import HARMONY, TOOL_FORMATS, HarmonyCalls

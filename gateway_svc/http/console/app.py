@@ -51,7 +51,7 @@ class ConsoleState:
         directory: ModelDirectory,
         errors: Mapping[tuple[str, str], int],
     ) -> None:
-        self._errors = errors  # of the gateway's calls, by method and code
+        self._errors = errors  # errors of the gateway's calls, by method and code
         self._status = status
         self._directory = directory
         self._newest: dict[Key, tuple[float, bytes]] = {}
