@@ -22,7 +22,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from gateway_svc.callers.caller import record_request_id
-from gateway_svc.http.openai.answers import sse
+from gateway_svc.http.json_text import sse
 from gateway_svc.http.replies import EventStream, ignored_headers, json_reply
 from gateway_svc.http.values import invalid, one_of
 from gateway_svc.pipeline.generation import GenerationPipeline

@@ -17,8 +17,8 @@ from starlette.routing import Route
 from gateway_svc.answer.request_meter import FAILED
 from gateway_svc.callers.caller import record_request_id
 from gateway_svc.http.errors import error_of_sample, message_error
+from gateway_svc.http.json_text import named_event
 from gateway_svc.http.messages.bodies import MessagesBody, count_request, messages_request
-from gateway_svc.http.openai.answers import named_event
 from gateway_svc.http.replies import (
     EventStream,
     Read,

@@ -5,9 +5,8 @@ Choice i of prompt p has index p * n + i, as in OpenAI's API.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from json.encoder import encode_basestring as encode_string
 
 from msgspec import Raw
 from quire.v1 import inference_pb2 as pb
@@ -16,8 +15,9 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.answer.receipts import span_values
 from gateway_svc.answer.request_meter import FAILED, REASONS
 from gateway_svc.http.errors import error_body, error_of_sample
-from gateway_svc.http.json_text import encode, encoded_list, joined_lists
+from gateway_svc.http.json_text import encode, encode_text, encoded_list, joined_lists, sse
 from gateway_svc.http.openai.bodies import Generation
+from gateway_svc.http.openai.chat import MessageBuilder, delta_of
 from gateway_svc.http.openai.logprobs import (
     ChatLogprobs,
     Entries,
@@ -40,87 +40,6 @@ DONE = b"data: [DONE]\n\n"
 # model names and ids have no U+0000.
 PLACE_INDEX, PLACE_TEXT = "\0index", "\0text"
 EVENT_BYTES = 1024  # least size of the log probabilities of one event
-
-
-def encode_text(text: str) -> bytes:
-    """A JSON string of an event."""
-    return _one_line(encode_string(text).encode())
-
-
-def _one_line(data: bytes) -> bytes:
-    """JSON without the characters at which clients split lines, although JSON and events allow them."""
-    if data.isascii():
-        return data
-    return (
-        data.replace(b"\xe2\x80\xa8", rb"\u2028").replace(b"\xe2\x80\xa9", rb"\u2029").replace(b"\xc2\x85", rb"\u0085")
-    )
-
-
-def sse(value: Json) -> bytes:
-    """One server-sent event."""
-    return b"data: " + _one_line(encode(value)) + b"\n\n"
-
-
-def named_event(value: Json) -> bytes:
-    """One server-sent event with its `type` as its name."""
-    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), _one_line(encode(value)))
-
-
-def delta_of(part: pb.AnswerPart) -> Json:
-    """The delta of one part. The id and the name of a call are in its first delta only.
-
-    Reasoning has both names that clients read.
-    """
-    if part.HasField("content"):
-        return {"content": part.content}
-    if part.HasField("reasoning"):
-        return {"reasoning": part.reasoning, "reasoning_content": part.reasoning}
-    call = part.tool_call
-    if part.offset:
-        return {"tool_calls": [{"index": call.index, "function": {"arguments": call.arguments}}]}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"tool_calls": [{"index": call.index, "id": call.id, "type": "function", "function": function}]}
-
-
-class MessageBuilder:
-    """The message of a whole answer, from its parts."""
-
-    def __init__(self) -> None:
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self._calls: dict[int, tuple[pb.ToolCallPart, list[str]]] = {}
-
-    @property
-    def has_calls(self) -> bool:
-        return bool(self._calls)
-
-    def add(self, parts: Iterable[pb.AnswerPart]) -> None:
-        """Add new parts."""
-        for part in parts:
-            if part.HasField("content"):
-                self._content.append(part.content)
-            elif part.HasField("reasoning"):
-                self._reasoning.append(part.reasoning)
-            else:
-                call = part.tool_call
-                self._calls.setdefault(call.index, (call, []))[1].append(call.arguments)
-
-    def message(self) -> Json:
-        """The message. Its content is null if it has tool calls only."""
-        content, reasoning = "".join(self._content), "".join(self._reasoning)
-        calls = [_call(first, "".join(arguments)) for first, arguments in self._calls.values()]
-        return {
-            "role": "assistant",
-            "content": None if calls and not content else content,
-            "refusal": None,
-            "annotations": [],
-            **({"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}),
-            **({"tool_calls": calls} if calls else {}),
-        }
-
-
-def _call(first: pb.ToolCallPart, arguments: str) -> Json:
-    return {"id": first.id, "type": "function", "function": {"name": first.name, "arguments": arguments}}
 
 
 @dataclass(frozen=True, slots=True)

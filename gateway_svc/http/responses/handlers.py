@@ -20,8 +20,7 @@ from starlette.routing import Route
 
 from gateway_svc.answer.resuming import Resumed
 from gateway_svc.callers.caller import CANCELLED, OK, forked, record_request_id, scoped
-from gateway_svc.http.json_text import encode
-from gateway_svc.http.openai.answers import named_event
+from gateway_svc.http.json_text import encode, named_event
 from gateway_svc.http.replies import EventStream, Read, ignored_headers, json_reply, mark_conversation
 from gateway_svc.http.responses.bodies import ResponseBody, messages_of, response_request, with_ids
 from gateway_svc.http.responses.events import Event, events_of

@@ -12,7 +12,7 @@ import openai
 import pytest
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.http.openai.answers import delta_of
+from gateway_svc.http.openai.chat import delta_of
 from gateway_svc.text.chat_output import ChatFormat, parse
 from gateway_svc.text.tool_formats import TOOL_FORMATS
 from tests.chat_templates import CLOCK, TEMPLATES, WEATHER
