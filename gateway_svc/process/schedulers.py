@@ -11,7 +11,7 @@ from gateway_svc.request.models import BundleCache
 from gateway_svc.schedulers.directory import ModelDirectory, SchedulerClients
 from gateway_svc.schedulers.dispatcher import Dispatcher
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
-from gateway_svc.text.chat_format import AUTO, NONE, ParserNameError, ParserNames
+from gateway_svc.text.chat_output import AUTO, NONE, ParserNameError, ParserNames
 from gateway_svc.text.reasoning import BUDGETS, REASONING_FORMATS, ThinkingSettings
 from gateway_svc.text.tool_formats import TOOL_FORMATS
 from request_fields.fields import MAX_UINT32

@@ -15,8 +15,7 @@ from google.protobuf.message import DecodeError
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.text.bundle import BundleError, ModelText, Tokenizer, model_text_from_files
-from gateway_svc.text.chat_format import DETECTED, ParserNames
-from gateway_svc.text.chat_output import ChatFormat
+from gateway_svc.text.chat_output import DETECTED, ChatFormat, ParserNames
 from request_fields.sizes import SizeLimits
 from svc_common.errors import InvalidRequestError
 from svc_common.memory import trim

@@ -70,7 +70,7 @@ from gateway_svc.schedulers.attach_stream import AttachStream
 from gateway_svc.schedulers.replicas import REQUEST_TOKENS
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from gateway_svc.text.bundle import BundleError
-from gateway_svc.text.chat_format import DETECTED, ParserNames
+from gateway_svc.text.chat_output import DETECTED, ParserNames
 from svc_common.channels import MAX_BUNDLE_BYTES, OpenChannel, ReceiveError, read_bundle
 from svc_common.errors import ServiceError
 from svc_common.tasks import cancel

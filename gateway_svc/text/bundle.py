@@ -24,8 +24,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from gateway_svc.text.chat import ChatTemplateError
-from gateway_svc.text.chat_format import detect_format
-from gateway_svc.text.chat_output import ChatFormat
+from gateway_svc.text.chat_output import ChatFormat, detect_format
 from gateway_svc.text.detokenizer import Detokenizer, DetokenizerFactory
 from request_fields.checks import unserved_settings
 

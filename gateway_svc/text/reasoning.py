@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gateway_svc.text.answer import AnswerReader, ItemKind, Steps
-from gateway_svc.text.harmony import MARKERS, read_harmony
-from gateway_svc.text.tool_formats import OPENAI, ToolFormat
+from gateway_svc.text.tool_formats import HARMONY_MARKERS, OPENAI, ToolFormat, read_harmony
 
 # Tokens of reasoning by effort, as in Gemini's OpenAI API; no limit for the others.
 BUDGETS: Mapping[str, int] = {"none": 0, "minimal": 512, "low": 1024, "medium": 8192, "high": 24576}
@@ -79,7 +78,7 @@ class HarmonyReasoning(ReasoningFormat):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return MARKERS
+        return HARMONY_MARKERS
 
     def read(self, reader: AnswerReader, tools: ToolFormat | None, *, is_begun: bool) -> Steps:
         has_calls = tools is not None and tools.name == OPENAI

@@ -37,7 +37,7 @@ from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from gateway_svc.servicer import SessionServicer, make_servicer
-from gateway_svc.text.chat_format import ParserNames
+from gateway_svc.text.chat_output import ParserNames
 from svc_common.calls import Admit
 from svc_common.channels import ConnectionLimits
 from svc_common.memory import Intake, MemoryLimit

@@ -9,8 +9,7 @@ import pytest
 from gateway_svc.flags import make_parser
 from gateway_svc.process.schedulers import TemplateFileError, chat_templates, parser_names
 from gateway_svc.text.bundle import Tokenizer
-from gateway_svc.text.chat_format import ParserNames, detect_format
-from gateway_svc.text.chat_output import ChatFormat
+from gateway_svc.text.chat_output import ChatFormat, ParserNames, detect_format
 from gateway_svc.text.reasoning import COHERE, GEMMA4, GPT_OSS, MAGISTRAL, THINK
 from gateway_svc.text.tool_formats import TOOL_FORMATS
 from svc_common import config
