@@ -11,7 +11,8 @@ from dataclasses import replace
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.answer.stream import SampleStream, new_texts
+from gateway_svc.answer.answer_stream import new_texts
+from gateway_svc.answer.stream import SampleStream
 from gateway_svc.request.parameters import BestOf
 from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.schedulers.logprobs import PromptLogprobJournal

@@ -18,7 +18,7 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.answer.answer_stream import AnswerStream
+from gateway_svc.answer.answer_stream import AnswerStream, new_texts
 from gateway_svc.answer.receipts import ReceiptSigner, SampleProof
 from gateway_svc.answer.request_meter import RequestMeter
 from gateway_svc.columns import u32_to_bytes
@@ -28,7 +28,6 @@ from gateway_svc.schedulers.logprobs import PromptLogprobJournal, PromptLogprobS
 from gateway_svc.schedulers.scheduler_request import SampleJournal, SchedulerRequest
 from gateway_svc.text.answer import AnswerPiece
 from gateway_svc.text.detokenizer import SampleText
-from gateway_svc.text.stop_strings import StoppedText, StopStrings
 from request_fields.fields import FinishReason
 from svc_common.errors import InvalidRequestError
 
@@ -396,18 +395,3 @@ def joined(events: Iterable[pb.GenerateResponse]) -> Iterator[pb.GenerateRespons
             message, size = None, 0
     if message is not None:
         yield message
-
-
-def new_texts(plan: GenerationPlan, num_samples: int) -> list[SampleText | None]:
-    """A text per sample; None if neither the client nor a stop string needs text."""
-    tokenizer, stop, output = plan.model.text.tokenizer, plan.sampling.stop, plan.output
-    if tokenizer is None or not (output.wants_text or stop.stop):
-        return [None] * num_samples
-    visible = frozenset(() if output.answer is None else output.answer.format.markers)
-    skips = output.skip_special_tokens
-    texts = [tokenizer.new_detokenizer(skip_special_tokens=skips, visible=visible) for _ in range(num_samples)]
-    if not stop.stop:
-        return list(texts)
-    stops, first_stop = StopStrings(stop.stop), plan.sampling.condition.min_tokens
-    include_stop = stop.include_stop_in_output
-    return [StoppedText(text, stops.new_matcher(include_stop=include_stop), first_stop=first_stop) for text in texts]
