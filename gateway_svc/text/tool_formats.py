@@ -133,7 +133,7 @@ class CallIds(Enum):
 
 
 class HarmonyCalls:
-    """Messages of a channel (harmony.py)."""
+    """Messages of a channel (`read_harmony`)."""
 
     def read(self, reader: AnswerReader, tools: Schemas) -> Steps:
         return read_harmony(reader, has_reasoning=False, has_calls=True)
