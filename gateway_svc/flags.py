@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from gateway_svc.batches.flags import BATCH_FLAGS
 from gateway_svc.callers.authenticator import CALLER_FLAGS
 from gateway_svc.operators.operator_port import ADMIN_FLAGS
 from gateway_svc.process.schedulers import CHAT_FLAGS
@@ -118,6 +119,7 @@ FLAGS = (
             "keys decrypt. Unset: records are not encrypted",
         ),
     )),
+    BATCH_FLAGS,
     Flag("--max-connections", in_range(int, 1, 1_000_000),
         "limit of open gRPC connections; further connections are closed", default=8192,
     ),

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from gateway_svc.answer.open_streams import OpenStreams
 from gateway_svc.answer.receipts import ReceiptSigner
 from gateway_svc.answer.request_traces import GenerationTraces
+from gateway_svc.batches.flags import make_batches
 from gateway_svc.callers.authenticator import identifies_callers, isolates_tenants, min_priority
 from gateway_svc.flags import make_parser
 from gateway_svc.limits.buckets import LimitsError, LimitsFile, LocalBuckets, RedisBuckets
@@ -78,7 +79,7 @@ class GatewayProcess:
         self._grammars = GrammarChecker()
         servicer = self._make_servicer()
         self._streams = servicer.generation.streams
-        self._ports.serve(servicer, self._schedulers, self._threads.requests, self._state.reader)
+        self._ports.serve(servicer, self._schedulers, self._threads.requests, self._state.reader, self._state.batches)
 
     def _make_servicer(self) -> InferenceServicer:
         args, directory = self._args, self._schedulers.directory
@@ -149,6 +150,7 @@ class GatewayProcess:
                 server.set_serving(is_ready)
 
     async def _drain(self) -> None:
+        await self._ports.stop_batches()
         await self._streams.drain(self._args.drain_timeout_s)
 
 
@@ -162,9 +164,11 @@ class SharedState:
         self.reader = None if redis is None else RedisPrefixReader(redis, namespace=args.redis_namespace)
         self.limits = _make_limits(args, redis)
         self.recorder = _make_recorder(args, redis, self.limits)
+        self.batches = make_batches(args, redis)
 
     def start(self, closing: AsyncExitStack) -> None:
         """Connect, and close with `closing`."""
+        closing.push_async_callback(self.batches.close)
         for part in (self.reader, self.recorder, self.limits):
             if part is not None:
                 closing.push_async_callback(part.close)

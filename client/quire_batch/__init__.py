@@ -1,1 +1,1 @@
-"""Sends a file of requests to an OpenAI-compatible server and collects the answers; `quire batch` is its command."""
+"""Sends a file of requests to an API with OpenAI's batches and collects the results; `quire batch` is its command."""

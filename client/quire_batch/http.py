@@ -1,153 +1,124 @@
-"""HTTP calls of a batch, with the standard library only: one connection per thread."""
+"""HTTP calls of a batch, with the standard library only."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import socket
+import random
 import ssl
-import threading
+import time
+import urllib.error
 import urllib.parse
-from dataclasses import dataclass
-from typing import Any
+import urllib.request
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Any
 
 from quire_client.connection.tls import Tls
 from quire_client.errors import ConnectionFailed, InvalidRequest, Overloaded, QuireError, Unauthenticated
-
-from quire_batch.files import Response
+from quire_client.retry import RetryPolicy
 
 RETRYABLE = (408, 429, 502, 503, 504)
-# Keepalive closes the connection to a frozen host after a minute. A queued request can wait longer than that.
-KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+RETRY = RetryPolicy(max_attempts=1_000_000, initial_s=0.2, max_s=10.0)  # the time limit ends the attempts
+TIMEOUT_S = 60.0
+PIECE_BYTES = 256 << 10
+BOUNDARY = "quire-batch-5d1f7a0c2b"
+HEAD = (
+    f'--{BOUNDARY}\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--{BOUNDARY}\r\n'
+    'content-disposition: form-data; name="file"; filename="input.jsonl"\r\n\r\n'
+).encode()
+TAIL = f"\r\n--{BOUNDARY}--\r\n".encode()
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """The address of an OpenAI-compatible API, without the final /v1."""
-
-    scheme: str
-    host: str
-    port: int
-    path: str = ""
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}{self.path}"
-
-
-def parse_servers(urls: str) -> list[Server]:
-    """The servers of a comma-separated list of base URLs. Raises InvalidRequest."""
-    found = [_parse(url.strip()) for url in urls.split(",") if url.strip()]
+def parse_servers(urls: str) -> list[str]:
+    """The servers of a comma-separated list of base URLs, without the final /v1. Raises InvalidRequest."""
+    found = []
+    for url in filter(None, map(str.strip, urls.split(","))):
+        parts = urllib.parse.urlsplit(url if "//" in url else f"//{url}", scheme="http")
+        try:
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_url = False
+        if not is_url:
+            raise InvalidRequest(f"--base-url {url!r} is not a URL of an HTTP server; use http://host:port")
+        found.append(f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}")
     if not found:
         raise InvalidRequest(f"--base-url {urls!r} has no URL; use http://host:port")
     return found
 
 
-def _parse(url: str) -> Server:
-    parts = urllib.parse.urlsplit(url if "//" in url else f"//{url}", scheme="http")
-    try:
-        port = parts.port
-    except ValueError:
-        port = -1
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-        raise InvalidRequest(f"--base-url {url!r} is not a URL of an HTTP server; use http://host:port")
-    path = parts.path.rstrip("/").removesuffix("/v1")
-    return Server(parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80), path)
+class Api:
+    """Calls one of several servers of a deployment; the next one after a failure.
 
+    A call is repeated for `retry_timeout_s`; `warn` gets the error of each failed attempt. Raises QuireError.
+    """
 
-class Connections:
-    """Sends requests; each thread has one connection. Owns all connections."""
-
-    def __init__(self, servers: list[Server], *, api_key: str, tls: Tls | None, timeout_s: float) -> None:
+    def __init__(
+        self, servers: list[str], api_key: str, tls: Tls | None, retry_timeout_s: float, warn: Callable[[str], None]
+    ) -> None:
         self._servers = servers
-        self._headers = {"content-type": "application/json"}
-        if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
-        self._timeout_s = timeout_s
-        self._ssl = _ssl_context(tls) if any(server.scheme == "https" for server in servers) else None
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._open: dict[int, http.client.HTTPConnection] = {}  # by thread id
-        self._chosen: dict[int, int] = {}  # index of the server in use, by thread
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._retry_timeout_s = retry_timeout_s
+        self._warn = warn
+        context = _ssl_context(tls or Tls()) if any(server.startswith("https") for server in servers) else None
+        handlers = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        self._opener = urllib.request.build_opener(*handlers)
 
-    def interrupt(self) -> None:
-        """Break all connections. Pending requests raise ConnectionFailed."""
-        with self._lock:
-            self._is_closed = True
-            for connection in self._open.values():
-                if connection.sock is not None:
-                    _shut_down(connection.sock)
+    def get(self, path: str) -> Any:
+        """The JSON at a path."""
+        return self._repeat(path, lambda: None, {}, json.load)
 
-    def close(self) -> None:
-        """Close all connections, after the threads have ended."""
-        for connection in self._open.values():
-            connection.close()
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON answer to a body."""
+        return self._repeat(path, lambda: json.dumps(body).encode(), {"content-type": "application/json"}, json.load)
 
-    def post(self, path: str, body: dict[str, Any]) -> Response:
-        """Send one request. Raises ConnectionFailed or Overloaded if it should be sent again."""
-        server, connection = self._connection()
-        try:
-            connection.request("POST", server.path + path, json.dumps(body).encode(), self._headers)
-            answer = connection.getresponse()
-            data = answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            self._leave()
-            raise _connection_failed(server, error) from None
-        if answer.will_close:
-            self._drop()
-        response = Response(answer.status, answer.getheader("x-request-id", ""), _decoded(data))
-        if answer.status in RETRYABLE:
-            raise _overloaded(server, response, answer)
-        _check_access(server, path, response)
-        return response
+    def upload(self, source: Path) -> Any:
+        """Upload a file of requests."""
 
-    def _connection(self) -> tuple[Server, http.client.HTTPConnection]:
-        thread = threading.get_ident()
-        with self._lock:
-            server = self._servers[self._chosen.setdefault(thread, len(self._chosen)) % len(self._servers)]
-            self._check_open()
-            connection = self._open.get(thread)
-            if connection is None:
-                connection = self._open[thread] = self._new(server)
-        if connection.sock is None:
-            self._connect(server, connection)
-        return server, connection
+        def pieces() -> Iterable[bytes]:
+            yield HEAD
+            with source.open("rb") as file:
+                while piece := file.read(PIECE_BYTES):
+                    yield piece
+            yield TAIL
 
-    def _connect(self, server: Server, connection: http.client.HTTPConnection) -> None:
-        try:
-            connection.connect()
-            if connection.sock is not None:
-                _keep_alive(connection.sock)
-        except OSError as error:
-            self._leave()
-            raise _connection_failed(server, error) from None
-        with self._lock:
-            self._check_open()  # `interrupt` may have missed this connection
+        size = len(HEAD) + source.stat().st_size + len(TAIL)
+        headers = {"content-type": f"multipart/form-data; boundary={BOUNDARY}", "content-length": str(size)}
+        return self._repeat("/v1/files", pieces, headers, json.load)
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ConnectionFailed("the batch was stopped")
+    def download(self, path: str, target: IO[bytes]) -> None:
+        """Append what is at a path to a file."""
+        start = target.tell()
 
-    def _new(self, server: Server) -> http.client.HTTPConnection:
-        if server.scheme == "https":
-            return http.client.HTTPSConnection(server.host, server.port, timeout=self._timeout_s, context=self._ssl)
-        return http.client.HTTPConnection(server.host, server.port, timeout=self._timeout_s)
+        def copy(answer: IO[bytes]) -> None:
+            target.seek(start)
+            target.truncate()
+            while piece := answer.read(PIECE_BYTES):
+                target.write(piece)
 
-    def _drop(self) -> None:
-        with self._lock:
-            connection = self._open.pop(threading.get_ident(), None)
-        if connection is not None:
-            connection.close()
+        self._repeat(path, lambda: None, {}, copy)
 
-    def _leave(self) -> None:
-        """Use the next server for this thread's next request."""
-        self._drop()
-        with self._lock:
-            self._chosen[threading.get_ident()] += 1
+    def _repeat(self, path: str, data: Callable[[], Any], headers: dict[str, str], read: Callable[[Any], Any]) -> Any:
+        rng, num_attempts = random.Random(), 0
+        give_up_at = time.monotonic() + self._retry_timeout_s
+        while True:
+            server = self._servers[0]
+            request = urllib.request.Request(server + path, data=data(), headers=self._headers | headers)
+            try:
+                with self._opener.open(request, timeout=TIMEOUT_S) as answer:
+                    return read(answer)
+            except (OSError, http.client.HTTPException, ValueError) as found:
+                error = _error_of(server, path, found)
+            num_attempts += 1
+            delay_s = RETRY.delay_s(error, num_attempts, give_up_at - time.monotonic(), rng)
+            if delay_s is None or not isinstance(error, ConnectionFailed | Overloaded):
+                raise error
+            self._warn(error.message)
+            self._servers.append(self._servers.pop(0))
+            time.sleep(delay_s)
 
 
-def _ssl_context(tls: Tls | None) -> ssl.SSLContext:
-    tls = tls or Tls()
+def _ssl_context(tls: Tls) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=tls.ca_file)
         if tls.cert_file is not None:
@@ -157,69 +128,29 @@ def _ssl_context(tls: Tls | None) -> ssl.SSLContext:
     return context
 
 
-def _keep_alive(sock: socket.socket) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE:
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+def _error_of(server: str, path: str, error: Exception) -> QuireError:
+    if isinstance(error, urllib.error.HTTPError):
+        return _error_of_answer(f"{server}: {_message_of(error.read())}", path, error)
+    reason = getattr(error, "reason", error)
+    if isinstance(reason, ssl.SSLError):
+        return InvalidRequest(f"{server}: TLS failed; does the server use it? {reason}")
+    if isinstance(error, ValueError) or type(error) is http.client.BadStatusLine:
+        words = "if it is a gateway's gRPC port, use its HTTP port (--http-listen), or https:// if it requires TLS"
+        return InvalidRequest(f"{server} does not answer as an HTTP API; {words}")
+    return ConnectionFailed(f"{server}: {reason or type(reason).__name__}")
 
 
-def _shut_down(sock: socket.socket) -> None:
+def _error_of_answer(words: str, path: str, answer: urllib.error.HTTPError) -> QuireError:
+    if answer.code in RETRYABLE:
+        delay = answer.headers.get("retry-after", "")
+        return Overloaded(f"{words} (HTTP {answer.code})", retry_after_s=float(delay) if delay.isdigit() else 0.0)
+    if answer.code in (401, 403):
+        return Unauthenticated(f"{words}; set --api-key or QUIRE_API_KEY")
+    return InvalidRequest(f"{words} (HTTP {answer.code}, {path})")
+
+
+def _message_of(body: bytes) -> str:
     try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # already disconnected
-
-
-def _connection_failed(server: Server, error: Exception) -> QuireError:
-    if isinstance(error, ssl.SSLError):
-        hint = "it does not use TLS; use http://" if "WRONG_VERSION_NUMBER" in str(error) else str(error)
-        return InvalidRequest(f"{server}: {hint}")
-    if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
-        return InvalidRequest(
-            f"{server} does not speak HTTP/1.1; if it is a gateway's gRPC port, use its HTTP port (--http-listen), "
-            "or https:// if it requires TLS"
-        )
-    return ConnectionFailed(f"{server}: {error or type(error).__name__}")
-
-
-def _check_access(server: Server, path: str, response: Response) -> None:
-    """Raise an error if no request can succeed: the API key or the URL is wrong."""
-    message = f"{server}: {error_message(response.body)}"
-    if response.status_code in (401, 403):
-        raise Unauthenticated(f"{message}; set --api-key or QUIRE_API_KEY")
-    if response.status_code == 404 and not _names_a_model(response.body):
-        raise InvalidRequest(f"{server} has no {path}: {message}; is --base-url an OpenAI-compatible server?")
-
-
-def _names_a_model(body: Any) -> bool:
-    """Whether the error concerns the model of the request, not the URL."""
-    return "model" in error_message(body).lower()
-
-
-def _overloaded(server: Server, response: Response, answer: http.client.HTTPResponse) -> Overloaded:
-    message = f"{server}: HTTP {response.status_code}: {error_message(response.body)}"
-    return Overloaded(message, retry_after_s=_retry_after_s(answer))
-
-
-def _retry_after_s(answer: http.client.HTTPResponse) -> float:
-    for header, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-        try:
-            return max(0.0, float(answer.getheader(header, "")) * unit_s)
-        except ValueError:
-            continue  # the header is missing or is a date
-    return 0.0
-
-
-def _decoded(data: bytes) -> Any:
-    """The parsed JSON of an answer, or its text if it is not JSON."""
-    try:
-        return json.loads(data)
-    except ValueError:
-        return data.decode("utf-8", "replace")
-
-
-def error_message(body: Any) -> str:
-    """The message in the body of an error."""
-    error = body.get("error") if isinstance(body, dict) else None
-    return str(error.get("message")) if isinstance(error, dict) else str(body)[:200]
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode("utf-8", "replace")

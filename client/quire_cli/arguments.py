@@ -24,7 +24,7 @@ from quire_cli.parser import (
     within,
 )
 from quire_cli.stack.arguments import MODEL_HELP, SERVE_EXAMPLES, UP_EXAMPLES, up_arguments
-from request_fields.fields import BY_PATH, FIELDS, Field, Kind
+from request_fields.fields import FIELDS, Field, Kind
 
 EXAMPLES = """\
 examples:
@@ -86,17 +86,16 @@ examples:
 BATCH_EXAMPLES = """\
 examples:
   quire batch examples/input.jsonl -o output.jsonl
-  quire batch input.jsonl -o output.jsonl --concurrency 64 --base-url http://a:8000,http://b:8000
+  quire batch input.jsonl -o output.jsonl --base-url http://a:8000,http://b:8000 --detach
+  quire batch input.jsonl -o output.jsonl --cancel
 
 A line of the input:
   {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "demo", "messages": [...]}}
-The output has one line per request, in the order of completion. After Ctrl-C or a crash, run the same command again:
-it skips the requests that are already in the output.
-Exit code: 0; 1 if requests are unanswered (run again); 2 for an invalid file or flag; 3 if all are answered, but some
-with an error; 130 after Ctrl-C.
+The gateways answer the requests after all others, and go on after Ctrl-C: run the same command again to follow the
+batch. The output has one line per request, in the order of completion.
+Exit code: 0; 1 if requests are unanswered; 2 for an invalid file or flag; 3 if some answers are errors;
+130 after Ctrl-C.
 """
-
-PRIORITY = BY_PATH["scheduling.priority"]
 
 
 def _value_of(field: Field) -> dict[str, Any]:
@@ -274,15 +273,14 @@ COMMANDS = (
     ), CERT_EXAMPLES),
     Command("batch", "quire_batch.command.run", "answer a file of requests in OpenAI's batch format", (
         arg("input", metavar="INPUT", help="requests, one JSON object per line"),
-        arg(*OUTPUT_FILE, required=True, metavar="FILE", help="answers are appended to this file"),
+        arg(*OUTPUT_FILE, required=True, metavar="FILE", help="file for the answers, written at the end"),
         arg("--base-url", metavar="URL,...",
             help="HTTP API of one or more gateways (default: $QUIRE_BASE_URL, else http://localhost:8000)"),
-        count_of("--concurrency", "requests in flight at once (default 32)", default=32),
-        arg("--priority", type=within(int(PRIORITY.low or 0), int(PRIORITY.high or 0)), default=1000, metavar="N",
-            help="priority of requests whose body has none (default 1000: after all others)"),
+        arg("--window", default="24h", metavar="TIME", help="time after which the batch ends (default 24h; 90m, 2d)"),
+        switch("--detach", "start the batch and do not wait for its end"),
+        switch("--cancel", "end the batch of this output, and write the answers so far"),
         arg("--retry-timeout-s", type=positive, default=60.0, metavar="S",
-            help="how long a request is retried (default 60)"),
-        arg("--timeout-s", type=positive, default=600.0, metavar="S", help="time limit of one attempt (default 600)"),
+            help="how long a call is retried (default 60)"),
         API_KEY, switch("--json", "print the summary as one JSON line"), TLS,
     ), BATCH_EXAMPLES),
     Command("bench", "quire_bench.command.run", "measure a server under load", (TLS, *BENCH_ARGUMENTS), BENCH_EXAMPLES),

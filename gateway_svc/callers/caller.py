@@ -29,6 +29,12 @@ class Caller:
 
     owner: str = ""  # owns request ids and records, has limits, is the tenant; empty: callers are not identified
     credential: str = ""
+    counts_apart: bool = False  # lines of batches leave the owner's limits to its other requests
+
+    @property
+    def counted_as(self) -> str:
+        """Whose use is counted. No owner has this name."""
+        return f"{self.owner}/batch" if self.counts_apart else self.owner
 
     @property
     def sender(self) -> str:

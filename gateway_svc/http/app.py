@@ -59,13 +59,15 @@ class HttpApp:
         operators: Authenticator | NoOperators | None = None,
         operator_paths: Collection[str] = (),
         sites: SitePolicy | None = None,
+        streamed_paths: Collection[str] = (),
     ) -> None:
         """`operators` are checked in place of the callers of inference, at `operator_paths`. `sites` holds where no
-        `authenticator` checks the callers.
+        `authenticator` checks the callers. Handlers of `streamed_paths` read their body themselves, while it arrives.
         """
         self._sites = None if authenticator is not None else sites or SitePolicy()
         self._operators = operators
         self._operator_paths = operator_paths
+        self._streamed_paths = streamed_paths
         self._router = Router(routes)
         self._authenticator = authenticator
         self._stats = stats
@@ -123,11 +125,27 @@ class HttpApp:
             key = headers.get(KEY_HEADER)
             await authenticator.authenticate(headers.get("authorization") or (key and f"Bearer {key}"))
         self._intake.check_memory()
+        sender = current_caller.get().sender or ANYONE
+        if answer.has_unread_body and scope["path"] in self._streamed_paths:
+            await self._router(scope, self._streamed(receive, sender, answer), answer)
+            return
         body = b""
         if answer.has_unread_body:
-            body = await self._intake.receive(current_caller.get().sender or ANYONE, partial(_read_body, receive))
+            body = await self._intake.receive(sender, partial(_read_body, receive))
             answer.has_unread_body = False
         await _until_hang_up(self._router(scope, _replay(body), answer), receive)
+
+    def _streamed(self, receive: Receive, sender: str, answer: _Sender) -> Receive:
+        """A `receive` whose messages have a place each, as whole bodies have."""
+
+        async def next_message() -> Message:
+            message = await self._intake.receive(sender, receive)
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            answer.has_unread_body = message.get("more_body", False)
+            return message
+
+        return next_message
 
     async def _answer_unrouted(self, scope: Scope, error: HTTPException, answer: _Sender) -> None:
         """Answer a path or method without a handler. OPTIONS of a known path lists its methods."""

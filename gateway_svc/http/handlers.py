@@ -17,9 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway_svc.batches.batches import Batches
 from gateway_svc.callers.caller import record_request_id
 from gateway_svc.http import openapi
 from gateway_svc.http.audio import AudioHandlers
+from gateway_svc.http.batches.anthropic import MessageBatchHandlers
+from gateway_svc.http.batches.openai import FILES, FileHandlers
 from gateway_svc.http.json_text import encode
 from gateway_svc.http.messages.handlers import MessagesHandlers
 from gateway_svc.http.openai import answers, bodies
@@ -109,6 +112,7 @@ class Handlers:
         status: StatusHandlers,
         admin: AdminServicer,
         rollouts: RolloutServicer,
+        batches: Batches,
     ) -> None:
         self._servicer = servicer
         self._directory = directory
@@ -118,6 +122,7 @@ class Handlers:
         self._responses = ResponsesHandlers(servicer.generation, directory, self._read)
         self._messages = MessagesHandlers(servicer.generation, directory, self._read)
         self._pooling = PoolingHandlers(servicer.pooling, directory, lane, self._read)
+        self._batches = FileHandlers(batches, self._read), MessageBatchHandlers(batches, self._read)
         self._audio = AudioHandlers(servicer.generation, lane)
         self._rollouts = RolloutHandlers(rollouts, admin, directory, servicer.generation.limits, self._read)
 
@@ -129,6 +134,7 @@ class Handlers:
             Route("/inference/v1/generate", self.rollouts, methods=["POST"]),
             *self._responses.routes(),
             *self._messages.routes(),
+            *(route for handlers in self._batches for route in handlers.routes()),
             *self._audio.routes(),
             *self._pooling.routes(),
             Route("/v1/models", self.models, methods=["GET"]),
@@ -140,6 +146,11 @@ class Handlers:
             *self._status.routes(),
             *self._rollouts.routes(),
         ]
+
+    @property
+    def streamed_paths(self) -> frozenset[str]:
+        """The endpoints whose bodies may be larger than others."""
+        return frozenset((FILES,))
 
     @property
     def operator_paths(self) -> frozenset[str]:

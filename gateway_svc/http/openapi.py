@@ -78,7 +78,12 @@ AUDIO_FORM = _object(
     },
     file={**TEXT, "format": "binary"},
 )
-FORMS: Mapping[str, Schema] = {"/v1/audio/transcriptions": AUDIO_FORM, "/v1/audio/translations": AUDIO_FORM}
+FILE_FORM = _object({"purpose": {"enum": ["batch"]}}, file={**TEXT, "format": "binary"})
+FORMS: Mapping[str, Schema] = {
+    "/v1/files": FILE_FORM,
+    "/v1/audio/transcriptions": AUDIO_FORM,
+    "/v1/audio/translations": AUDIO_FORM,
+}
 REQUIRED: Mapping[str, Sequence[str]] = {
     "/v1/chat/completions": ["messages"], "/v1/completions": ["prompt"], "/v1/responses": ["input"],
     "/v2/embed": ["texts"], "/v1/messages": ["messages", "max_tokens"], "/v1/messages/count_tokens": ["messages"],

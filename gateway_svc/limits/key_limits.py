@@ -80,15 +80,22 @@ class KeyLimits:
 
     @contextlib.asynccontextmanager
     async def admitted(
-        self, owner: str, stream_id: str, num_tokens: int, num_used: Callable[[], int], *, num_rows: int = 1
+        self,
+        owner: str,
+        stream_id: str,
+        num_tokens: int,
+        num_used: Callable[[], int],
+        *,
+        num_rows: int = 1,
+        counted_as: str = "",
     ) -> AsyncIterator[None]:
         """Count a request of at most `num_tokens` prompt and output tokens and `num_rows` samples or beams while the
-        block runs.
+        block runs. `counted_as` has counts of its own, with the owner's limits.
 
         `num_used` returns the number of used tokens at the end. Raises OverloadedError with a retry delay, or
         InvalidRequestError if the request alone has too many rows.
         """
-        limits = self.of(owner)
+        limits, owner = self.of(owner), counted_as or owner
         if self._buckets is None or not limits.is_counted:
             yield
             return

@@ -48,7 +48,10 @@ class CallAdmission:
         """Count a request of at most `num_tokens` tokens and `num_rows` samples or beams against its key while the
         block runs. `num_used` returns the number of used tokens at the end. Raises OverloadedError with a retry delay.
         """
-        return self._keys.admitted(current_caller.get().owner, scoped_id, num_tokens, num_used, num_rows=num_rows)
+        caller = current_caller.get()
+        return self._keys.admitted(
+            caller.owner, scoped_id, num_tokens, num_used, num_rows=num_rows, counted_as=caller.counted_as
+        )
 
     def call(self, num_tokens: int = 0) -> AbstractAsyncContextManager[None]:
         """Count a call that no worker serves against its key. Raises OverloadedError with a retry delay."""

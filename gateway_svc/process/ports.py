@@ -10,11 +10,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from quire.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from quire.v1.session_pb2_grpc import add_SessionServiceServicer_to_server
 
+from gateway_svc.batches.batches import Batches
+from gateway_svc.batches.runner import BatchRunner
 from gateway_svc.callers.authenticator import Authenticator, make_authenticator
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.metrics import SPECS, GatewayReader, specs_for_picker
@@ -88,7 +91,12 @@ class Ports:
         return f"{self.server.address} ({'TLS' if self._tls.client_ca is None else 'TLS with client certificates'})"
 
     def serve(
-        self, servicer: InferenceServicer, schedulers: Schedulers, lane: Lane, reader: RedisPrefixReader | None
+        self,
+        servicer: InferenceServicer,
+        schedulers: Schedulers,
+        lane: Lane,
+        reader: RedisPrefixReader | None,
+        batches: Batches,
     ) -> None:
         """Add the handlers to all ports."""
         args, server, directory, streams = self._args, self.server, schedulers.directory, servicer.generation.streams
@@ -99,8 +107,9 @@ class Ports:
         inspector = Inspector("gateway", self._gateway_id, args.shown_settings, self._admin.metrics_text)
         operations = AdminServicer(directory, inspector), RolloutServicer(directory)
         make_app = make_http_apps(
-            args, servicer, directory, lane, server, self._admin, self._audit, self._intake, operations
+            args, servicer, directory, lane, server, self._admin, self._audit, self._intake, operations, batches
         )
+        self._runner = make_runner(args, make_app, batches)
         self._http = make_http(args, make_app, self._authenticator, self._tls)
         self._console = make_console(args, make_app, self._authenticator, servicer, directory, server, self._tls)
         add_InferenceServiceServicer_to_server(servicer, server.grpc)
@@ -128,6 +137,14 @@ class Ports:
             if port is not None:
                 closing.push_async_callback(port.stop)
                 log.info(where, await port.start())
+        if self._runner is not None:
+            closing.push_async_callback(self.stop_batches)
+            self._runner.start()
+
+    async def stop_batches(self) -> None:
+        """Give the lines of batches to other gateways."""
+        if self._runner is not None:
+            await self._runner.close()
 
 
 def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader) -> AdminServer:
@@ -154,6 +171,7 @@ def make_http_apps(
     audit: AuditLog | None,
     intake: Intake,
     operations: tuple[AdminServicer, RolloutServicer],
+    batches: Batches,
 ) -> MakeApp | None:
     """Makes the HTTP API for the callers of an authenticator; None if no port serves it. Its packages are imported
     only if one does.
@@ -165,7 +183,7 @@ def make_http_apps(
     from gateway_svc.http.origins import SitePolicy, with_cors
 
     status = StatusHandlers(lambda: server.is_serving, servicer.generation.streams, admin.metrics_text)
-    handlers = Handlers(servicer, directory, lane, status, *operations)
+    handlers = Handlers(servicer, directory, lane, status, *operations, batches)
     routes, operators, operator_paths = handlers.routes(), operators_over_http(args), handlers.operator_paths
     traces = servicer.generation.traces
 
@@ -179,6 +197,7 @@ def make_http_apps(
             intake=intake,
             operators=operators,
             operator_paths=operator_paths,
+            streamed_paths=handlers.streamed_paths,
             sites=SitePolicy(args.http_allow_host, args.http_allow_origin),
         )
         return with_cors(app, args.http_allow_origin)
@@ -196,6 +215,15 @@ def make_http(
 
     context = None if tls is None else ssl_context(tls)
     return HttpServer(make_app(authenticator), args.http_listen, max_connections=args.http_max_connections, tls=context)
+
+
+def make_runner(args: argparse.Namespace, make_app: MakeApp | None, batches: Batches) -> BatchRunner | None:
+    """The part that answers lines of batches; None where it is off, or if this gateway keeps no batches."""
+    if make_app is None or not batches.are_kept or not args.batch_concurrency:
+        return None
+    from gateway_svc.http.batches.calls import send_line
+
+    return BatchRunner(batches, partial(send_line, make_app(None)), args.batch_concurrency)
 
 
 def make_console(

@@ -183,6 +183,17 @@ BODIES: dict[str, Any] = {
     "/v1/messages": {name: CHAT[name] for name in ("messages", "max_tokens", "temperature", "stream")}
     | {"system": "You answer.", "tools": [{"name": "look", "input_schema": {"type": "object"}}]},
     "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
+    "/v1/files": FORM.replace(b"temperature", b"purpose").replace(b"0.5", b"batch"),
+    "/v1/batches": {
+        "input_file_id": "file-x",
+        "endpoint": "/v1/completions",
+        "completion_window": "1h",
+        "metadata": {},
+    },
+    "/v1/messages/batches": {
+        "requests": [{"custom_id": "a", "params": {"max_tokens": 4, "messages": CHAT["messages"]}}]
+    },
+    **{f"/v1/{kind}/{{batch_id}}/cancel": {} for kind in ("batches", "messages/batches")},
     "/v1/audio/transcriptions": FORM,
     "/v1/audio/translations": FORM,
     "/v1/embeddings": TEXT_INPUT,

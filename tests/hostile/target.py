@@ -167,6 +167,7 @@ class Target:
     def _start_gateway(self, trust: tuple[str, ...], keys: tuple[str, ...]) -> None:
         http, operations, console = (f"127.0.0.1:{free_port()}" for _ in range(3))
         own = ("--http-listen", http, "--admin-listen", operations, "--console-listen", console, "--max-streams", "512")
+        own += ("--batch-dir", str(self.stack.folder / "batches"))
 
         def start(*flags: str) -> Service:
             return self.stack.start_gateway(*self.schedulers, flags=(*trust, *keys, *own, *flags))

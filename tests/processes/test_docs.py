@@ -117,7 +117,7 @@ class Documented:
         self.weights.mkdir()
         self._others: dict[str, Service] = {}
         own = ("--model-name", "demo", "--kv-cache-memory", "64M", "--weights-dir", str(self.weights))
-        flags = ("--http-listen", self.http, "--record-memory", "64M")
+        flags = ("--http-listen", self.http, "--record-memory", "64M", "--batch-dir", str(stack.folder / "batches"))
         self.demo = self._serve(demo_model_dir(), own, flags)
 
     def target_of(self, code: str) -> str:

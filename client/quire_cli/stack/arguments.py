@@ -57,6 +57,7 @@ DEFAULTS_HERE = {
     "chunk-interval-ms": "here 50, because all services share this machine",
     "burst-ms": "here 20, because all services share this machine",
     "record-memory": "here 64M for one gateway without --redis",
+    "batch-dir": "here, without --redis, a folder in --log-dir",
 }
 
 

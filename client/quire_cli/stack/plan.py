@@ -72,6 +72,8 @@ def make_plan(args: argparse.Namespace, say: Callable[[str], None] = print) -> P
     schedulers = [f"127.0.0.1:{port}" for port in others[: args.schedulers]]
     devices = _devices_each(args, visible_gpus() if args.backend == "cuda" else [])
     log_dir = make_log_dir(args.log_dir)
+    if not (args.redis or args.batch_dir or "QUIRE_BATCH_DIR" in os.environ):
+        args.batch_dir = log_dir / "batches"
     with writing_to("log-dir", log_dir):
         trust = make_trust(log_dir, args.host, args.api_key, has_tls=args.tls)
     specs = [

@@ -210,7 +210,7 @@ def _head(body: Mapping[str, Any], request: pb.GenerateRequest, items: Sequence[
         "instructions": body.get("instructions"),
         "max_output_tokens": stop.max_tokens if stop.HasField("max_tokens") else None,
         "max_tool_calls": None,
-        "metadata": _metadata(body),
+        "metadata": metadata_of(body),
         "parallel_tool_calls": flag(body, "parallel_tool_calls", default=True),
         "previous_response_id": body.get("previous_response_id"),
         "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
@@ -240,7 +240,8 @@ def _truncation(body: Mapping[str, Any]) -> str:
     return one_of("truncation", body.get("truncation") or "disabled", ("auto", "disabled"))
 
 
-def _metadata(body: Mapping[str, Any]) -> Json:
+def metadata_of(body: Mapping[str, Any]) -> Json:
+    """The field `metadata` of a body, checked."""
     metadata = body.get("metadata")
     if metadata is None:
         return {}

@@ -20,6 +20,7 @@ import pytest
 from quire.internal.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.batches.batches import Batches, BatchLimits
 from gateway_svc.callers.authenticator import ApiKeys, Authenticator
 from gateway_svc.http import app as http_app
 from gateway_svc.http.app import HttpApp
@@ -65,7 +66,8 @@ class HttpGateway:
         directory = gateway.directory
         inspector: Any = None  # no endpoint inspects
         admin, rollouts = AdminServicer(directory, inspector), RolloutServicer(directory)
-        handlers = Handlers(gateway.servicer, directory, gateway.threads.requests, status, admin, rollouts)
+        batches = Batches(None, BatchLimits(1, 1, 1, 1.0))
+        handlers = Handlers(gateway.servicer, directory, gateway.threads.requests, status, admin, rollouts, batches)
         self.operator_paths = sorted(handlers.operator_paths)
         self.paths = sorted(route.path for route in handlers.routes())
         app = HttpApp(

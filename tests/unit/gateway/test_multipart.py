@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway_svc.http.audio import MAX_HEAD_BYTES, MAX_PARTS, MAX_VALUE_BYTES, MultipartForm, parse_form
+from gateway_svc.http.forms import MAX_HEAD_BYTES, MAX_PARTS, MAX_VALUE_BYTES, FormReader, MultipartForm, parse_form
 from svc_common.errors import InvalidRequestError
 
 TYPE = 'multipart/form-data; boundary="--B o"'
@@ -23,6 +23,18 @@ def test_values_and_files_keep_their_bytes() -> None:
     assert found == MultipartForm({"model": ["größe"], "x": [""]}, {"file": data})
     assert found.value("model") == "größe"
     assert found.value("other") is None
+
+
+@pytest.mark.parametrize("step", [1, 3, 64])
+def test_a_form_that_arrives_in_pieces_is_the_same(step: int) -> None:
+    data = bytes(range(256)) + b"\r\n--B\r\n\r\n"
+    whole = body(('name="model"', b"1"), ('name="file"; filename="a;b.wav"', data), ('name="x"', b""))
+    reader, found = FormReader(TYPE), []
+    for start in range(0, len(whole), step):
+        found += reader.feed(whole[start : start + step])
+    reader.end()
+    assert b"".join(content for _, content in found) == data
+    assert (reader.values, reader.file_names) == ({"model": ["1"], "x": [""]}, {"file": "a;b.wav"})
 
 
 def test_a_repeated_field_has_its_last_value() -> None:

@@ -1,0 +1,1 @@
+"""Files of requests that gateways answer at the lowest priority (docs/batches.md). I/O: Redis, or SQLite."""
