@@ -135,9 +135,7 @@ class Follower:
         if record is None:
             raise no_record(self._recording.record_id)
         for index, output in enumerate(record.outputs):
-            start = len(self._request.samples[index].outputs)
-            for offset in range(start, len(output)):
-                self._request.on_token(index, offset, output[offset])
+            self._request.on_tokens(index, 0, output)
             end = record.ends[index]
             if end is not None:
                 self._request.on_finished(_end_of(end, index))

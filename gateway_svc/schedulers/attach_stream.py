@@ -226,10 +226,10 @@ class AttachStream:
         if deltas.HasField("logprobs"):
             self._on_scored_tokens(deltas)
         else:
-            for handle, sample_index, offset, token_id in _tokens_of(deltas):
+            for handle, sample_index, offset, token_ids in _runs_of(deltas):
                 request = requests.get(handle)
                 if request is not None:  # else the request was withdrawn before this message arrived
-                    request.on_token(sample_index, offset, token_id)
+                    request.on_tokens(sample_index, offset, token_ids)
         if deltas.pooled_handles:
             for handle, numbers in _pooled_of(deltas):
                 if (request := requests.get(handle)) is not None:
@@ -249,7 +249,7 @@ class AttachStream:
         for (handle, sample_index, offset, token_id), scored in zip(tokens, entries, strict=True):
             request = self._by_handle.get(handle)
             if request is not None:
-                request.on_token(sample_index, offset, token_id, scored)
+                request.on_tokens(sample_index, offset, array("I", (token_id,)), scored)
 
     def _on_prompt_logprobs(self, deltas: pb.Deltas) -> None:
         handles, positions = u32_from_bytes(deltas.prompt_handles), u32_from_bytes(deltas.prompt_positions)
@@ -306,6 +306,22 @@ def _tokens_of(deltas: pb.Deltas) -> Iterator[tuple[int, int, int, int]]:
             f"{len(offsets)} offsets, {len(token_ids)} token ids"
         )
     return zip(handles, samples, offsets, token_ids, strict=True)
+
+
+def _runs_of(deltas: pb.Deltas) -> Iterator[tuple[int, int, int, array[int]]]:
+    """Like `_tokens_of`, with all tokens of a sample that follow each other. Raises ProtocolError."""
+    runs: dict[tuple[int, int], tuple[int, array[int]]] = {}
+    for handle, sample_index, offset, token_id in _tokens_of(deltas):
+        key = handle, sample_index
+        run = runs.get(key)
+        if run is not None and run[0] + len(run[1]) == offset:
+            run[1].append(token_id)
+            continue
+        if run is not None:
+            yield *key, *run
+        runs[key] = offset, array("I", (token_id,))
+    for key, run in runs.items():
+        yield *key, *run
 
 
 def _pooled_of(deltas: pb.Deltas) -> Iterator[tuple[int, array[float]]]:

@@ -26,6 +26,8 @@ MAX_DEADLINE_MS = 2**32 - 1  # 49 days; a later deadline is not sent
 CANCEL_PATIENCE_S = 5.0  # longest wait for a scheduler's answer to a cancel
 DRAIN_TURNS = 3  # loop iterations per round: handlers run and write, writes complete, handlers sleep again
 REST_FRACTION = 0.25  # pause after a round, as a fraction of the round's duration
+MAX_SHARE = 0.1  # of the time that rounds may take at an interval, which is set where cores are shared with a model
+MAX_STRETCH = 4  # intervals between two rounds, at most, for that
 MAX_REST_S = 0.05  # if the process was frozen during a round, its duration is far too long
 
 
@@ -61,7 +63,8 @@ class WakePacer:
     A chunk costs the same for any number of tokens, so all handlers with new tokens are woken together in one round,
     each at most once. The next round starts after the loop has finished this round and then had a quarter of the
     round's time for other work: reading from schedulers, accepting requests. Meanwhile tokens collect in the journals
-    and are sent as larger chunks. `interval_s`: least time between the starts of rounds.
+    and are sent as larger chunks. `interval_s`: least time between the starts of rounds. It grows with the duration of
+    rounds, because many streams would take the cores from the model.
     """
 
     def __init__(self, interval_s: float = 0.0) -> None:
@@ -93,8 +96,10 @@ class WakePacer:
             loop.call_soon(self._drain, started_at, turns - 1)
             return
         now = loop.time()
-        rest_s = min(REST_FRACTION * (now - started_at), MAX_REST_S)
-        self._rounds.free(max(now + rest_s, started_at + self._interval_s))
+        took_s = now - started_at
+        rest_s = min(REST_FRACTION * took_s, MAX_REST_S)
+        interval_s = max(self._interval_s, min(took_s / MAX_SHARE, MAX_STRETCH * self._interval_s))
+        self._rounds.free(max(now + rest_s, started_at + interval_s))
 
 
 class SampleJournal:
@@ -343,9 +348,11 @@ class SchedulerRequest:
             self._trace.on_accepted()
         self._wake()
 
-    def on_token(self, sample_index: int, offset: int, token_id: int, scored: TokenLogprobs | None = None) -> None:
-        """Append a token at its output position. A repeated token is dropped; a gap fails the request, and so do
-        missing log probabilities.
+    def on_tokens(
+        self, sample_index: int, offset: int, token_ids: array[int], scored: TokenLogprobs | None = None
+    ) -> None:
+        """Append tokens from an output position on; `scored`: of a single token. Repeated tokens are dropped; a gap
+        fails the request, and so do missing log probabilities.
         """
         if sample_index >= len(self.samples):
             self.fail(self._internal(f"the scheduler sent sample {sample_index}, but n is {len(self.samples)}"))
@@ -354,9 +361,10 @@ class SchedulerRequest:
         if sample.is_closed or sample.finish is not None:
             return
         have = len(sample.outputs)
-        if offset != have:
-            if offset > have:
-                self.fail(self._internal(f"the scheduler sent output position {offset}, expected {have}"))
+        if offset > have:
+            self.fail(self._internal(f"the scheduler sent output position {offset}, expected {have}"))
+            return
+        if not (token_ids := token_ids[have - offset :]):
             return
         if self.prompt_logprobs is not None and self.prompt_logprobs.num_received < self.num_prompt_tokens:
             self.fail(self._internal("the scheduler sent a token before all prompt_logprobs"))
@@ -364,7 +372,7 @@ class SchedulerRequest:
         if sample.logprobs is not None and not sample.logprobs.append(scored):
             self.fail(self._internal(f"the scheduler sent no or too few log probabilities for output position {have}"))
             return
-        sample.outputs.append(token_id)
+        sample.outputs.extend(token_ids)
         self._record_news(sample_index, is_urgent=not have)
         if not have and self._pacer is not None:
             self._pacer.begin_interval()

@@ -81,15 +81,18 @@ def test_a_busy_gateway_collects_tokens_until_the_round_and_its_rest_are_over(lo
     loop.run_until_complete(run())
 
 
-def test_an_interval_separates_rounds(loop: Clock) -> None:
+@pytest.mark.parametrize(("cost_s", "interval_s"), [(0.001, 0.02), (0.004, 0.04), (0.015, 0.08)])
+def test_an_interval_separates_rounds(loop: Clock, cost_s: float, interval_s: float) -> None:
+    """It is longer if rounds would take more than a tenth of the time, but at most four times as long."""
+
     async def run() -> None:
-        pacer, handler = WakePacer(interval_s=0.02), Handler(loop, cost_s=0.001)
-        for _ in range(100):  # a token every millisecond
+        pacer, handler = WakePacer(interval_s=0.02), Handler(loop, cost_s=cost_s)
+        for _ in range(200):  # a token every millisecond
             pacer.wake(handler)
             await asyncio.sleep(0.001)
         gaps = [later - earlier for earlier, later in itertools.pairwise(handler.woken_at)]
         assert handler.woken_at[0] == 0.0
-        assert all(gap == pytest.approx(0.02, abs=0.002) for gap in gaps)
+        assert all(gap == pytest.approx(interval_s, abs=0.002) for gap in gaps)
 
     loop.run_until_complete(run())
 

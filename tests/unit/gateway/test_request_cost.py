@@ -100,7 +100,7 @@ async def test_calls_of_a_short_request(gateway: TestGateway) -> None:
         for _ in range(NUM_REQUESTS):
             await serve_one(gateway)
     assert calls["call"] / NUM_REQUESTS <= 321, "Python calls"
-    assert calls["c_call"] / NUM_REQUESTS <= 244, "calls of C functions"
+    assert calls["c_call"] / NUM_REQUESTS <= 246, "calls of C functions"
 
 
 async def test_calls_of_a_short_request_with_joined_events(gateway: TestGateway) -> None:
@@ -115,11 +115,12 @@ async def test_calls_of_a_short_request_with_joined_events(gateway: TestGateway)
         for _ in range(NUM_REQUESTS):
             await serve_one(gateway, request)
     assert calls["call"] / NUM_REQUESTS <= 321, "Python calls"
-    assert calls["c_call"] / NUM_REQUESTS <= 251, "calls of C functions"
+    assert calls["c_call"] / NUM_REQUESTS <= 253, "calls of C functions"
 
 
-async def test_calls_of_a_chunk(gateway: TestGateway) -> None:
-    """From a scheduler's message with one token to the event for the client, with the turns of the event loop."""
+@pytest.mark.parametrize(("num_tokens", "python_calls", "c_calls"), [(1, 114, 106), (4, 114, 115)])
+async def test_calls_of_a_chunk(gateway: TestGateway, num_tokens: int, python_calls: int, c_calls: int) -> None:
+    """From a scheduler's message with these tokens to the event for the client, with the turns of the event loop."""
     request = pb.GenerateRequest()
     request.CopyFrom(REQUEST)
     request.stop.max_tokens = 100
@@ -129,12 +130,14 @@ async def test_calls_of_a_chunk(gateway: TestGateway) -> None:
     client.stream.on_response(scheduler_pb2.AttachResponse(deltas=scheduler_pb2.Deltas(queued_handles=handle)))
     assert (await first).HasField("accepted")
     for position in range(1 + NUM_CHUNKS):
-        deltas = scheduler_pb2.Deltas(handles=handle, offsets=u32([position]), token_ids=u32([7]))
+        offsets = u32(range(num_tokens * position, num_tokens * (position + 1)))
+        ids = u32([7] * num_tokens)
+        deltas = scheduler_pb2.Deltas(handles=handle * num_tokens, offsets=offsets, token_ids=ids)
         message = scheduler_pb2.AttachResponse(deltas=deltas)
         with counted(calls if position else Counter()):
             client.stream.on_response(message)
             event = await anext(events)
-        assert event.chunk.token_ids == [7]
+        assert event.chunk.token_ids == [7] * num_tokens
     await events.aclose()
-    assert calls["call"] / NUM_CHUNKS <= 112, "Python calls"
-    assert calls["c_call"] / NUM_CHUNKS <= 102, "calls of C functions"
+    assert calls["call"] / NUM_CHUNKS <= python_calls
+    assert calls["c_call"] / NUM_CHUNKS <= c_calls
