@@ -20,6 +20,7 @@ from gateway_svc.answer.receipts import ReceiptSigner
 from gateway_svc.answer.request_traces import GenerationTraces
 from gateway_svc.callers.caller import annotate, record_target, scoped
 from gateway_svc.pipeline.admission import CallAdmission
+from gateway_svc.pipeline.decisions import DecisionPipeline
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.pipeline.pooling import PoolingPipeline
 from gateway_svc.pipeline.sessions import Sessions
@@ -47,6 +48,7 @@ class InferenceServicer(InferenceServiceServicer):
         prompts: PromptReaders,
         generation: GenerationPipeline,
         pooling: PoolingPipeline,
+        decisions: DecisionPipeline,
         *,
         shows_workers: bool = True,
     ) -> None:
@@ -55,6 +57,7 @@ class InferenceServicer(InferenceServiceServicer):
         self._prompts = prompts
         self.generation = generation
         self.pooling = pooling
+        self.decisions = decisions
         self._shows_workers = shows_workers
 
     # -- generation ---------------------------------------------------------------------------------------------------
@@ -84,7 +87,7 @@ class InferenceServicer(InferenceServiceServicer):
         if self.generation.traces is not None:
             self.generation.traces.receive(dict(context.invocation_metadata() or ()))
 
-    # -- embeddings and scores ----------------------------------------------------------------------------------------
+    # -- embeddings, scores and decisions -----------------------------------------------------------------------------
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """One vector per input."""
@@ -93,6 +96,11 @@ class InferenceServicer(InferenceServiceServicer):
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """One score per pair of texts."""
         return await self.pooling.score(request, _deadline(context))
+
+    async def Decide(self, request: pb.DecideRequest, context: Context) -> pb.DecideResponse:
+        """One answer per question."""
+        self._read_traceparent(context)
+        return await self.decisions.decide(request, _deadline(context))
 
     # -- text ---------------------------------------------------------------------------------------------------------
 
@@ -242,7 +250,8 @@ def make_servicer(
         signer=signer,
     )
     pooling = PoolingPipeline(admission, prompts, submitter, streams)
-    return InferenceServicer(directory, admission, prompts, generation, pooling, shows_workers=shows_workers)
+    decisions = DecisionPipeline(generation, directory, admission, lane)
+    return InferenceServicer(directory, admission, prompts, generation, pooling, decisions, shows_workers=shows_workers)
 
 
 def _deadline(context: Context) -> float | None:

@@ -124,7 +124,7 @@ MODULES = (
         "client/quire_client/results.py",
         "Results of calls that have the fields of a message.",
         "from typing import Any\n\nfrom quire_client.inputs import Image\n"
-        "from quire_client.plain import Result, TokenCounts\n",
+        "from quire_client.plain import Chances, Result, TokenCounts\n",
         (
             Copy("ToolCall"),
             Copy("ToolCallPart", "ToolCallDelta"),
@@ -136,6 +136,8 @@ MODULES = (
             Copy("TensorChecksum"),
             Copy("GetWeightsResponse", "WeightsStatus"),
             Copy("ScoreResponse", "ScoreResult", fields=("scores", "prompt_tokens", "model", "revision", "request_id")),
+            Copy("Answer", base="Chances"),
+            Copy("DecideResponse", "DecideResult", fields=("answers", "model", "revision", "request_id")),
             Copy("SessionSample"),
             Copy("Session", "SessionInfo"),
             Copy("Adapter", "AdapterStatus"),

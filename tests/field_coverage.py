@@ -14,6 +14,7 @@ FIELDS = "tests/processes/test_request_fields.py::"
 SUPPORT = "tests/processes/test_support.py::"
 SPEECH = "tests/processes/test_speech.py::"
 SPECULATION = "tests/processes/test_speculation.py::"
+DECISIONS = "tests/processes/test_decisions.py::"
 SESSIONS = "tests/processes/test_sessions.py::"
 RESUME = "tests/processes/test_resume.py::"
 
@@ -29,6 +30,7 @@ HTTP_BODIES = EMBED + "test_every_field_of_an_http_body_has_an_effect"
 OWN_ENDPOINTS: Mapping[str, str] = {
     **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling", "/v1/score", "/v1/rerank"), HTTP_BODIES),
     "/inference/v1/generate": "tests/processes/test_rollouts.py::test_token_ids_in_and_out_over_http",
+    "/v1/decisions": DECISIONS + "test_openai_client_gets_decisions",
     "/classify": EMBED + "test_classes_equal_those_of_transformers",
 }
 
@@ -50,6 +52,20 @@ OWN_TESTS: Mapping[str, str] = {
     "ScoreRequest.scheduling": REFUSALS,
     "TextPair.query": EMBED + "test_scores_equal_those_of_cross_encoders",
     "TextPair.document": EMBED + "test_scores_equal_those_of_cross_encoders",
+    **{
+        f"DecideRequest.{name}": DECISIONS + "test_wrong_questions_are_refused_by_name"
+        for name in ("request", "questions")
+    },
+    **{
+        f"{name}": DECISIONS + "test_the_order_of_questions_and_a_killed_worker_change_nothing"
+        for name in (
+            "Question.instructions",
+            "Question.choices",
+            "Question.levels",
+            "Choice.label",
+            "Choice.description",
+        )
+    },
     "ContentPart.image": IMAGES,
     "GenerateRequest.media": IMAGES,
     "GenerateRequest.request_id": FIELDS + "test_a_request_id_and_a_seed_are_in_the_answer",

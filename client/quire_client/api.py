@@ -23,13 +23,15 @@ from quire_client.errors import (
     UnexpectedOutput,
     Unimplemented,
 )
-from quire_client.inputs import Audio, Image
+from quire_client.inputs import Audio, Image, Question
 from quire_client.requests.chat import ChatOptions
 from quire_client.requests.generate import GenerateOptions, PromptEmbeddings
 from quire_client.retry import RetryPolicy
 from quire_client.sync import Client, GenerateStream, Session
 from quire_client.types import (
     AbortResult,
+    Answer,
+    DecideResult,
     Delta,
     EmbedResult,
     FinishReason,
@@ -58,13 +60,13 @@ from quire_client.types import (
 )
 
 __all__ = [
-    "AbortResult", "AlreadyExists", "AsyncClient", "AsyncGenerateStream", "AsyncSession", "Audio", "Cancelled",
-    "ChatOptions", "Client", "ConnectionFailed", "DeadlineExceeded", "Delta", "EmbedResult", "FieldViolation",
-    "FinishReason", "GenerateOptions", "GenerateResult", "GenerateStream", "GenerationFailed", "Image", "InternalError",
-    "InvalidRequest", "Message", "ModelInfo", "ModelNotFound", "NotConfigured", "Overloaded", "PartialSample",
-    "PausedSample", "PermissionDenied", "PromptEmbeddings", "QuireError", "RequestNotFound", "RetryPolicy", "Sample",
-    "SchedulerStatus", "ScoreResult", "Session", "SessionInfo", "SessionSample", "Status", "StreamCorrupted",
-    "StreamEndedEarly", "TensorChecksum", "Tls", "TokenLogprob", "TokenizeResult", "ToolCall", "ToolCallDelta",
-    "TopLogprob", "Unauthenticated", "UnexpectedOutput", "Unimplemented", "Usage", "WeightVersion", "WeightVersionSpan",
-    "WeightsStatus", "WorkerStatus",
+    "AbortResult", "AlreadyExists", "Answer", "AsyncClient", "AsyncGenerateStream", "AsyncSession", "Audio",
+    "Cancelled", "ChatOptions", "Client", "ConnectionFailed", "DeadlineExceeded", "DecideResult", "Delta",
+    "EmbedResult", "FieldViolation", "FinishReason", "GenerateOptions", "GenerateResult", "GenerateStream",
+    "GenerationFailed", "Image", "InternalError", "InvalidRequest", "Message", "ModelInfo", "ModelNotFound",
+    "NotConfigured", "Overloaded", "PartialSample", "PausedSample", "PermissionDenied", "PromptEmbeddings", "Question",
+    "QuireError", "RequestNotFound", "RetryPolicy", "Sample", "SchedulerStatus", "ScoreResult", "Session",
+    "SessionInfo", "SessionSample", "Status", "StreamCorrupted", "StreamEndedEarly", "TensorChecksum", "Tls",
+    "TokenLogprob", "TokenizeResult", "ToolCall", "ToolCallDelta", "TopLogprob", "Unauthenticated", "UnexpectedOutput",
+    "Unimplemented", "Usage", "WeightVersion", "WeightVersionSpan", "WeightsStatus", "WorkerStatus",
 ]  # fmt: skip

@@ -1,10 +1,10 @@
-"""Prompts and parts of prompts that are not text: images and speech."""
+"""Prompts and parts of prompts that are not text: images, speech and questions."""
 
 from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -28,6 +28,17 @@ class Image:
         if isinstance(image, str) and image.startswith("data:"):
             return cls(base64.b64decode(image.partition(",")[2], validate=True))
         return cls(Path(image).read_bytes())
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question of `decide`: with `choices` or `levels` (in ascending order) it asks for one of them, else whether the
+    instructions are true. Choices and levels are labels, or labels with descriptions.
+    """
+
+    instructions: str | Sequence[str | Image]
+    choices: Sequence[str] | Mapping[str, str] = ()
+    levels: Sequence[str] | Mapping[str, str] = ()
 
 
 def encoded_image(part: Mapping[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -43,3 +44,20 @@ class TokenCounts(Result):
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.output_tokens + self.discarded_tokens
+
+
+class Chances(Result):
+    """Meaning of the log probabilities of an `Answer`."""
+
+    __slots__ = ()
+    logprobs: tuple[float, ...]
+
+    @property
+    def probabilities(self) -> tuple[float, ...]:
+        """Probabilities of each choice or level; of a predicate: of true and false."""
+        return tuple(map(math.exp, self.logprobs))
+
+    @property
+    def score(self) -> float:
+        """The mean of the levels, which count from 0."""
+        return math.fsum(i * chance for i, chance in enumerate(self.probabilities))

@@ -163,6 +163,14 @@ class FakeGateway(InferenceServiceServicer, AdminServiceServicer):
             response.prompt_tokens.append(len(pair.query) + len(pair.document))
         return response
 
+    def Decide(self, request: pb.DecideRequest, context: Any) -> pb.DecideResponse:
+        """All answers are equally likely."""
+        response = pb.DecideResponse(request_id=request.request.request_id, model=self._model)
+        for question in request.questions:
+            count = len(question.choices) or len(question.levels) or 2
+            response.answers.add(logprobs=[-math.log(count)] * count, token_ids=range(count))
+        return response
+
     def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         self.aborted_ids.extend(request.request_ids)
         return pb.AbortResponse(aborted_ids=request.request_ids)

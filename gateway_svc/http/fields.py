@@ -208,6 +208,14 @@ SCORE = (
     BodyField("text_2", doc="A string or a list of strings; at most 1024."),
     BodyField("instruction", doc="What makes a document match, for models that take an instruction."),
 )
+DECISIONS = (
+    MODEL, BodyField("input", doc="As in `/v1/responses`; parts may have the type `input_json`."),
+    BodyField("questions", doc="1 to 400: predicates, choices, scores ([embeddings.md](embeddings.md#decisions))."),
+    BodyField("receipt", doc="Return a signed `receipt` of each answer ([receipts.md](receipts.md))."),
+    BodyField("priority", "scheduling.priority"), BodyField("cache_salt", "scheduling.cache_salt"),
+    BodyField("prompt_cache_key", "scheduling.conversation"), BodyField("prompt_cache_options", doc="No effect."),
+    BodyField("safety_identifier", doc="No effect."),
+)  # fmt: skip
 RERANK = (
     *POOLED,
     BodyField("query", doc="A string."),
@@ -281,6 +289,7 @@ ENDPOINTS: Mapping[str, tuple[BodyField, ...]] = {
     "/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": COUNT_TOKENS, "/v1/embeddings": EMBEDDINGS, "/v2/embed": COHERE_EMBED,
     "/pooling": POOLING, "/classify": CLASSIFY, "/v1/score": SCORE, "/v1/rerank": RERANK,
+    "/v1/decisions": DECISIONS,
     "/inference/v1/generate": ROLLOUT, "/tokenize": TOKENIZE, "/detokenize": DETOKENIZE,
 }  # fmt: skip
 

@@ -23,6 +23,7 @@ from gateway_svc.http import openapi
 from gateway_svc.http.audio import AudioHandlers
 from gateway_svc.http.batches.anthropic import MessageBatchHandlers
 from gateway_svc.http.batches.openai import FILES, FileHandlers
+from gateway_svc.http.decisions import decision_routes
 from gateway_svc.http.json_text import encode
 from gateway_svc.http.messages.handlers import MessagesHandlers
 from gateway_svc.http.openai import answers, bodies
@@ -137,6 +138,7 @@ class Handlers:
             *(route for handlers in self._batches for route in handlers.routes()),
             *self._audio.routes(),
             *self._pooling.routes(),
+            *decision_routes(self._servicer.decisions, self._lane, self._read),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),

@@ -69,6 +69,12 @@ class KeyLimits:
             await self._take(self._buckets, owner, limits, Take("", 0))
             is_prepaid.set([True])
 
+    def join(self, owner: str, num_requests: int) -> int:
+        """Count the next requests of this call as one, that of `begin`. Returns how many may be open at a time."""
+        is_prepaid.set([True] * num_requests)
+        limits = self.of(owner)
+        return min(most for most in (num_requests, limits.max_streams, limits.max_rows) if most is not None)
+
     async def _take(self, buckets: RateBuckets, owner: str, limits: OwnerLimits, take: Take) -> None:
         verdict = await buckets.take(owner, limits, take)
         if verdict.limit:

@@ -59,6 +59,10 @@ class CallAdmission:
             return nullcontext()
         return self.counted(f"call-{secrets.token_hex(8)}", num_tokens, lambda: num_tokens, num_rows=0)
 
+    def join(self, num_requests: int) -> int:
+        """Count the next requests of this call as one. Returns how many of them may be open at a time."""
+        return self._keys.join(current_caller.get().owner, num_requests)
+
     def cache_salt(self, scheduling: pb.SchedulingParams) -> str:
         """A record keeps the salt of the request, so a resumed request gets the same salt again."""
         salt = scheduling.cache_salt

@@ -25,7 +25,7 @@ from gateway_svc.request.models import ServedModel
 from gateway_svc.request.plan import GenerationPlan, Planner
 from gateway_svc.request.prompts.audio import AudioPart
 from gateway_svc.request.prompts.readers import PromptReaders, check_prompt_size
-from gateway_svc.request.validation import check_generate, check_request_id, check_resume, sent_tokens
+from gateway_svc.request.validation import RequestLimits, check_generate, check_request_id, check_resume, sent_tokens
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from gateway_svc.schedulers.submitter import Submission, Submitter
@@ -45,6 +45,7 @@ class GenerationCall:
     resumed: Resumed | None = None  # the request continues from its record
     notes: bytes = b""  # kept in its record
     trace: RequestTrace | None = None
+    limits: RequestLimits | None = None  # in place of those of this gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +114,13 @@ class GenerationPipeline:
         deadline: float | None = None,
         resumed: Resumed | None = None,
         notes: bytes = b"",
+        limits: RequestLimits | None = None,
     ) -> Events:
         """The events of one generation. To end it early, cancel the task or close the generator. `notes` are kept in
-        the request's record.
+        the request's record. `limits` take the place of those of this gateway.
         """
         trace = None if self.traces is None else self.traces.begin(request)
-        events = self._generate(GenerationCall(request, deadline, resumed, notes, trace))
+        events = self._generate(GenerationCall(request, deadline, resumed, notes, trace, limits))
         return events if trace is None else trace.around(events)
 
     async def audio_parts(self, request: pb.GenerateRequest, max_s: float) -> tuple[ServedModel, list[AudioPart]]:
@@ -131,7 +133,7 @@ class GenerationPipeline:
         request, resumed = call.request, call.resumed
         check_request_id(request.request_id)
         record_request_id(request.request_id)
-        limits, is_new = self._admission.requests, resumed is None
+        limits, is_new = call.limits or self._admission.requests, resumed is None
         grammar = await self._lane.run(request.sampling.ByteSize(), check_generate, request, limits, is_new=is_new)
         base = None
         if request.session_id and is_new:

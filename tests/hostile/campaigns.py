@@ -201,6 +201,14 @@ BODIES: dict[str, Any] = {
     "/pooling": TEXT_INPUT,
     "/classify": {"input": ["Hello"]},
     "/v1/score": {"text_1": "w1", "text_2": ["w2", "w3"], "instruction": "match"},
+    "/v1/decisions": {
+        "input": "Hello",
+        "questions": [
+            {"type": "predicate", "instructions": "Is it?"},
+            {"type": "choice", "instructions": [{"type": "input_json", "data": {}}], "choices": [{"value": True}] * 2},
+            {"type": "score", "name": "s", "instructions": "How?", "levels": [{"label": "a"}, {"label": "b"}]},
+        ],
+    },
     "/v1/rerank": {"query": "w1", "documents": ["w2", "w3"], "top_n": 1},
     "/tokenize": {"prompt": "Return a new", "add_special_tokens": True},
     "/detokenize": {"tokens": [5, 6, 7]},

@@ -138,6 +138,9 @@ def _streams() -> dict[str, list[list[Message]]]:
         sampling=types_pb2.SamplingParams(beam_width=2, n=2, length_penalty=1.0),
         stop=types_pb2.StopParams(max_tokens=4),
     )
+    decide = pb.DecideRequest(request=pb.GenerateRequest(prompt=prompts[2], request_id=REQUEST_ID))
+    decide.questions.add(instructions=[pb.ContentPart(text="b")], choices=[pb.Choice(label="c"), pb.Choice(label="d")])
+    decide.questions.add(instructions=[pb.ContentPart(image=b"e")], levels=[pb.Choice(label="f", description="g")] * 2)
     fence, two = worker_pb2.Fence(scheduler_epoch=1, worker_epoch=2, nonce=3), bytes([1, 0, 0, 0, 2, 0, 0, 0])
     source = worker_pb2.BlockSource(worker_id=WORKER_ID, address="127.0.0.1:1", worker_epoch=2, block_ids=two)
     return {
@@ -179,6 +182,7 @@ def _streams() -> dict[str, list[list[Message]]]:
         "CountTokens": [[pb.CountTokensRequest(request=m)] for m in (*map(_generate, prompts), constrained)],
         "Embed": [[pb.EmbedRequest(inputs=[prompt], dimensions=8, prompt_name="query")] for prompt in prompts],
         "Score": [[pb.ScoreRequest(pairs=[pb.TextPair(query="a", document="b")], instruction="match")]],
+        "Decide": [[decide]],
         "Detokenize": [[pb.DetokenizeRequest(ids=[5, 6, 7])]],
         "ListModels": [[pb.ListModelsRequest()]],
         "GetModel": [[pb.GetModelRequest()]],

@@ -29,6 +29,7 @@ COVERED = {
     "openai_tools.py",
     "json_object.py",
     "logprobs.py",
+    "decide.py",
     "batch.py",
     "input.jsonl",
     "failover.py",
@@ -99,6 +100,11 @@ def test_logprobs(services: dict[str, str]) -> None:
         found = re.fullmatch(r" *(\S.*?) +(\S+)%   of (.*)", line)
         assert found is not None, line
         assert found[3].startswith(f"{found[1]} {found[2]}%")  # greedy: the token is the most likely one
+
+
+def test_decide(services: dict[str, str]) -> None:
+    lines = run(services, "decide.py")[0].splitlines()
+    assert re.fullmatch(r"about paths: \S+%\nmodule: \S+ \(\S+%\)\nlength: \d\.\d\d of 0 to 2", "\n".join(lines)), lines
 
 
 def test_batch(services: dict[str, str], tmp_path: Path) -> None:

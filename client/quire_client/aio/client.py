@@ -20,6 +20,7 @@ from quire_client.aio.transport import Gateway, channel_openers
 from quire_client.connection.channel import Metadata, call_metadata, extra_metadata, health_request, health_state
 from quire_client.connection.tls import Tls
 from quire_client.errors import ModelNotFound, QuireError
+from quire_client.inputs import Question
 from quire_client.requests import generate as requests
 from quire_client.requests import pooled as pooled_requests
 from quire_client.requests.chat import ChatOptions, Messages
@@ -30,6 +31,7 @@ from quire_client.structured import schema_of, with_parsed
 from quire_client.types import (
     AbortResult,
     AdapterStatus,
+    DecideResult,
     EmbedResult,
     GenerateResult,
     ModelInfo,
@@ -275,6 +277,17 @@ class AsyncClient:
         request = pooled_requests.score_request(query, documents, model or self._model, options)
         response = await self.unary(lambda gateway: gateway.stub.Score, request, timeout_s)
         return convert.result(ScoreResult, response)
+
+    async def decide(
+        self, messages: Messages, questions: Sequence[str | Question], **options: Unpack[GenerateOptions]
+    ) -> DecideResult:
+        """The probabilities of the answers to questions about a conversation. A str asks whether it is true."""
+        given: dict[str, Any] = {"model": self._model, "metadata": self._defaults.get("metadata"), **options}
+        timeout_s = given.pop("timeout_s", self._unary_timeout_s)
+        metadata = extra_metadata(given.pop("metadata"))
+        request = pooled_requests.decide_request(requests.generate_request(None, None, messages, given), questions)
+        response = await self._calls.unary(lambda gateway: gateway.stub.Decide, request, timeout_s, metadata)
+        return convert.result(DecideResult, response)
 
     async def tokenize(
         self,

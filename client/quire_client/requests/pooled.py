@@ -1,14 +1,15 @@
-"""Builds the requests of `embed` and `score` from keyword options."""
+"""Builds the requests of `embed`, `score` and `decide` from keyword options."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 
 from quire_client.errors import invalid
+from quire_client.inputs import Image, Question
 from quire_client.requests.generate import assign, prompt_message
 
 EmbedInput = str | Sequence[Any]  # a text, token ids, or the messages of a conversation
@@ -82,3 +83,23 @@ def score_request(
     for name in ("priority", "tenant_id"):
         assign(request.scheduling, name, options)
     return request
+
+
+def decide_request(request: pb.GenerateRequest, questions: Iterable[str | Question]) -> pb.DecideRequest:
+    """A Decide. A question that is a str is a predicate."""
+    decide = pb.DecideRequest(request=request)
+    decide.request.ClearField("joins_events")
+    if request.output == pb.OutputParams(parse_chat=True):  # nothing that the caller has set
+        decide.request.ClearField("output")
+    for question in questions:
+        asked = Question(question) if isinstance(question, str) else question
+        parts = (asked.instructions,) if isinstance(asked.instructions, str) else asked.instructions
+        decide.questions.add(choices=_choices(asked.choices), levels=_choices(asked.levels)).instructions.extend(
+            pb.ContentPart(image=part.data) if isinstance(part, Image) else pb.ContentPart(text=part) for part in parts
+        )
+    return decide
+
+
+def _choices(labels: Sequence[str] | Mapping[str, str]) -> list[pb.Choice]:
+    described = labels if isinstance(labels, Mapping) else dict.fromkeys(labels, "")
+    return [pb.Choice(label=label, description=words) for label, words in described.items()]

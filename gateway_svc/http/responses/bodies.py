@@ -116,10 +116,11 @@ def _set_content(message: pb.ChatMessage, where: str, parts: Any) -> None:
     if not isinstance(parts, list):
         message.content = _text_of(where, parts)
         return
-    set_parts(message, [_part_of(f"{where}[{i}]", part) for i, part in enumerate(parts)])
+    set_parts(message, [part_of(f"{where}[{i}]", part) for i, part in enumerate(parts)])
 
 
-def _part_of(where: str, part: Any) -> pb.ContentPart:
+def part_of(where: str, part: Any) -> pb.ContentPart:
+    """A text or an image. Raises InvalidRequestError."""
     if not isinstance(part, Mapping) or part.get("type") != "input_image":
         return pb.ContentPart(text=_part_text(where, part))
     if part.get("file_id"):
@@ -138,6 +139,8 @@ def _text_of(where: str, parts: Any) -> str:
 def _part_text(where: str, part: Any) -> str:
     if object_of(where, part).get("type") == "refusal" and isinstance(part.get("refusal"), str):
         return str(part["refusal"])
+    if part.get("type") == "input_json" and isinstance(part.get("data"), dict | list):
+        return json.dumps(part["data"], ensure_ascii=False, separators=(",", ":"))
     if part.get("type") not in TEXT_PARTS:
         words = f"is {shown(part.get('type'))}; must be one of {', '.join(TEXT_PARTS)}, or input_image of a user"
         raise invalid(f"{where}.type", words)
