@@ -16,19 +16,22 @@
       UnimplementedError        UNIMPLEMENTED        400  a call that is not served (clients retry a 501)
       StaleEpochError           FAILED_PRECONDITION  503  a fence: another scheduler owns this worker now
 
-Handlers raise these errors. `ErrorInterceptor` (calls.py) converts them to statuses with google.rpc details.
+Handlers raise these errors. `ErrorInterceptor` (calls.py) converts them to statuses with google.rpc details: ErrorInfo
+always, with the name of the class as its reason, such as CONTEXT_LENGTH.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from bisect import bisect_right
+from functools import cache
 from itertools import accumulate
 from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyProto
-from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, QuotaFailure, ResourceInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 log = logging.getLogger(__name__)
@@ -37,17 +40,24 @@ log = logging.getLogger(__name__)
 # where an escaped byte takes three bytes, and twice in the details, as base64.
 MAX_TRAILER_BYTES = 6000
 IN_DETAILS = 2 * 4 / 3
+DOMAIN = "quire.dev"  # of the reasons in ErrorInfo
+MAX_SUBJECT_CHARS = 200
 TRAILER_BYTES = [(1 if 0x20 <= byte < 0x7F and byte != ord("%") else 3) + IN_DETAILS for byte in range(256)]
 
 
 class ServiceError(Exception):
-    """Base of all errors that a client may see. `field` is the invalid request field, if any."""
+    """Base of all errors that a client may see. `field` is the invalid request field, if any. `subject`: the name that
+    was not found, or the owner whose limit is reached.
+    """
 
     code = grpc.StatusCode.INTERNAL
     http_status = 500
 
-    def __init__(self, message: str, *, field: str = "", retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, field: str = "", retry_after_s: float | None = None, subject: str = ""
+    ) -> None:
         super().__init__(message)
+        self.subject = subject[:MAX_SUBJECT_CHARS]
         self.message = _shortened(message)
         self.field = field
         self.retry_after_s = retry_after_s
@@ -171,9 +181,20 @@ def status_metadata(error: ServiceError) -> tuple[tuple[str, str | bytes], ...]:
         retry.retry_delay.FromMilliseconds(int(error.retry_after_s * 1000))
         _pack(status, retry)
         metadata.append(("grpc-retry-pushback-ms", str(int(error.retry_after_s * 1000))))
-    if status.details:
-        metadata.append(("grpc-status-details-bin", status.SerializeToString()))
+    if error.subject and isinstance(error, NotFoundError):
+        _pack(status, ResourceInfo(resource_type=error.field, resource_name=error.subject))
+    if error.subject and isinstance(error, OverloadedError):
+        _pack(status, QuotaFailure(violations=[{"subject": error.subject}]))
+    _pack(status, ErrorInfo(reason=_reason(type(error)), domain=DOMAIN))
+    metadata.append(("grpc-status-details-bin", status.SerializeToString()))
     return tuple(metadata)
+
+
+@cache
+def _reason(kind: type[ServiceError]) -> str:
+    """The name of the error, such as CONTEXT_LENGTH."""
+    name = "Internal" if kind is ServiceError else kind.__name__.removesuffix("Error")
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).upper()
 
 
 def _shortened(message: str) -> str:

@@ -43,7 +43,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Implements Check and Watch. All services of a process have one status, NOT_SERVING at first.
+    """Implements Check, List and Watch. All services of a process have one status, NOT_SERVING at first.
 
     Unlike grpc_health's servicer, `set` never waits for a watcher that does not read, and a watcher that leaves does
     not end the notifications of others.
@@ -76,6 +76,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             raise NotFoundError(f"unknown service {request.service[:200]!r}; known services: {known}", field="service")
         return self._response(request.service)
 
+    async def List(self, request: bytes, context: Context) -> bytes:
+        """The status of every service, as the bytes of a HealthListResponse, which older packages do not have."""
+        return b"".join(_pair(name, self._response(name)) for name in sorted(self._names))
+
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
@@ -97,6 +101,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         if service not in self._names:
             return response(status=response.SERVICE_UNKNOWN)
         return response(status=response.SERVING if self._is_serving else response.NOT_SERVING)
+
+
+def _pair(service: str, response: health_pb2.HealthCheckResponse) -> bytes:
+    """An entry of the map `statuses`: field 1 is the key, field 2 the value. It is shorter than 128 bytes."""
+    key: bytes = health_pb2.HealthCheckRequest(service=service).SerializeToString()
+    value: bytes = response.SerializeToString()
+    return bytes([0x0A, len(key) + 2 + len(value)]) + key + bytes([0x12, len(value)]) + value
 
 
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
@@ -208,6 +219,8 @@ class GrpcServer:
         self._health = HealthServicer((*names, health.SERVICE_NAME))
         self.address = ""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        listing = {"List": grpc.unary_unary_rpc_method_handler(self._health.List)}
+        self.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(health.SERVICE_NAME, listing),))
         if has_reflection:
             self._add_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1))
 

@@ -59,9 +59,8 @@ OPTIONS = {field.path: field.option for field in FIELDS} | {
     "prompt.chat.template_kwargs_json": "template_kwargs",
 }
 PATH = re.compile(rf"(?<![-\w])({'|'.join(sorted(map(re.escape, OPTIONS), key=len, reverse=True))})(?![-\w]|\.\w)")
-DETAILS: Mapping[str, type[Message]] = {
-    kind.DESCRIPTOR.full_name: kind for kind in (error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
-}
+DETAIL_NAMES = ("BadRequest", "RetryInfo", "ErrorInfo", "QuotaFailure", "ResourceInfo")
+DETAILS: Mapping[str, type[Message]] = {f"google.rpc.{name}": getattr(error_details_pb2, name) for name in DETAIL_NAMES}
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 

@@ -147,6 +147,7 @@ def no_record(request_id: str, field: str = "request_id") -> NotFoundError:
         f"there is no record of request {request_id!r}: it was not sent with resumable, or the record has expired "
         "(--record-ttl-s) or was deleted",
         field=field,
+        subject=request_id,
     )
 
 

@@ -82,6 +82,7 @@ class KeyLimits:
                 f"the limit of this owner is reached ({UNITS[verdict.limit]}: {getattr(limits, verdict.limit):g}); "
                 f"retry in {verdict.retry_after_s:.1f} s",
                 retry_after_s=verdict.retry_after_s,
+                subject=f"owner:{owner}",
             )
 
     @contextlib.asynccontextmanager

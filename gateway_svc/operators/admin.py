@@ -175,6 +175,7 @@ class AdminServicer(AdminServiceServicer):
             raise NotFoundError(
                 f"no adapter {request.name[:200]!r} is loaded; loaded adapters: {', '.join(known) or 'none'}",
                 field="name",
+                subject=request.name,
             )
         return pb.UnloadAdapterResponse()
 
@@ -229,7 +230,7 @@ class AdminServicer(AdminServiceServicer):
         workers = await self._workers(model)
         found = [(client, worker) for client, worker in workers if worker.worker_id == worker_id]
         if not found:
-            raise NotFoundError(_not_found(worker_id, model, workers), field="worker_id")
+            raise NotFoundError(_not_found(worker_id, model, workers), field="worker_id", subject=worker_id)
         return min(found, key=lambda pair: pair[1].state == types_pb2.WORKER_STATE_LOST)
 
 

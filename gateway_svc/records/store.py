@@ -199,6 +199,7 @@ class RecordStore:
                 "some have expired",
                 field="resumable",
                 retry_after_s=LEASE_S,
+                subject=f"owner:{owner_of(record_id)}",
             )
 
     async def share(self, record: StoredRecord) -> StoredRecord:

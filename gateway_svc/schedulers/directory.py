@@ -161,7 +161,9 @@ class ModelDirectory:
         if name not in adapters:
             have = ", ".join(repr(adapter) for adapter in sorted(adapters)) or "none"
             raise NotFoundError(
-                f"model {model.name!r} has no adapter {name[:200]!r}; its adapters: {have}", field="adapter"
+                f"model {model.name!r} has no adapter {name[:200]!r}; its adapters: {have}",
+                field="adapter",
+                subject=name,
             )
         return replace(model, adapter=adapters[name])
 
@@ -181,7 +183,8 @@ class ModelDirectory:
             )
         adapters = sorted(adapter for model in known for adapter in self._adapters_of(model))
         of_models = f"; adapters: {', '.join(map(repr, adapters))}" if adapters else ""
-        raise NotFoundError(f"model {name[:200]!r} is not served here; served models: {have}{of_models}", field="model")
+        words = f"model {name[:200]!r} is not served here; served models: {have}{of_models}"
+        raise NotFoundError(words, field="model", subject=name)
 
     def _known(self, revision: str = "") -> dict[str, tuple[SchedulerClient, ServedModel]]:
         """By model name, the replica whose ModelInfo is used: prefer a replica that can run requests, then the revision

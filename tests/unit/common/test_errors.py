@@ -8,11 +8,18 @@ from typing import Any, ClassVar
 
 import grpc
 import pytest
-from google.rpc.error_details_pb2 import BadRequest
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, QuotaFailure, ResourceInfo
 from google.rpc.status_pb2 import Status
 
 from svc_common.calls import ErrorInterceptor
-from svc_common.errors import InvalidRequestError
+from svc_common.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    ServiceError,
+    status_metadata,
+)
 
 METHOD = "/test.Service/Refuse"
 
@@ -59,6 +66,30 @@ async def test_a_long_message_keeps_its_code_and_its_start(refusing: grpc.aio.Ch
 @pytest.mark.parametrize("message", ["", "n is 0; write 1 to 16", 100 * "中文"])
 async def test_a_short_message_arrives_complete(refusing: grpc.aio.Channel, message: str) -> None:
     assert (await refused(refusing, message)).details() == message
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "detail"),
+    [
+        (ServiceError("a bug"), "INTERNAL", None),
+        (ContextLengthError("long", field="prompt", limit=5), "CONTEXT_LENGTH", None),
+        (NotFoundError("no", field="model", subject="m"), "NOT_FOUND", ("model", "m")),
+        (OverloadedError("full", retry_after_s=1), "OVERLOADED", None),
+        (OverloadedError("full", retry_after_s=1, subject="owner:a"), "OVERLOADED", "owner:a"),
+    ],
+)
+def test_details_that_programs_switch_on(error: ServiceError, reason: str, detail: Any) -> None:
+    status = Status.FromString(dict(status_metadata(error))["grpc-status-details-bin"])  # type: ignore[arg-type]
+    found: dict[type[Any], Any] = {}
+    for kind in (ErrorInfo, ResourceInfo, QuotaFailure):
+        for packed in status.details:
+            message = kind()
+            if packed.Unpack(message):
+                found[kind] = message
+    assert (found.pop(ErrorInfo)) == ErrorInfo(reason=reason, domain="quire.dev")
+    shown = [(m.resource_type, m.resource_name) for kind, m in found.items() if kind is ResourceInfo]
+    shown += [m.violations[0].subject for kind, m in found.items() if kind is QuotaFailure]
+    assert shown == [detail] * (detail is not None)
 
 
 async def test_a_stream_handler_may_be_a_coroutine() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from svc_common.serve import GrpcServer
@@ -52,6 +53,28 @@ async def test_a_watcher_that_leaves_does_not_end_the_others(server: GrpcServer,
     assert (await stub.Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
     server.set_serving(True)
     assert (await staying.read()).status == SERVING
+
+
+async def test_list_has_the_status_of_every_service(server: GrpcServer) -> None:
+    server.set_serving(True)
+    message = descriptor_pb2.DescriptorProto(name="HealthListResponse")
+    message.field.add(name="statuses", number=1, label=3, type=11, type_name=".test.list.HealthListResponse.Entry")
+    entry = message.nested_type.add(name="Entry")
+    entry.options.map_entry = True
+    entry.field.add(name="key", number=1, label=1, type=9)
+    entry.field.add(name="value", number=2, label=1, type=11, type_name=".grpc.health.v1.HealthCheckResponse")
+    file = descriptor_pb2.FileDescriptorProto(
+        name="list.proto", package="test.list", syntax="proto3", dependency=[health_pb2.DESCRIPTOR.name]
+    )
+    file.message_type.append(message)
+    pool = descriptor_pool.Default()
+    pool.Add(file)
+    kind = message_factory.GetMessageClass(pool.FindMessageTypeByName("test.list.HealthListResponse"))
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        answer = await channel.unary_unary("/grpc.health.v1.Health/List", response_deserializer=kind.FromString)(b"")
+    assert {name: one.status for name, one in answer.statuses.items()} == {
+        name: SERVING for name in ("", "a.B", "grpc.health.v1.Health")
+    }
 
 
 async def test_an_unknown_service(server: GrpcServer, stub: Any) -> None:
