@@ -6,6 +6,7 @@ import argparse
 
 from gateway_svc.batches.flags import BATCH_FLAGS
 from gateway_svc.callers.authenticator import CALLER_FLAGS
+from gateway_svc.foreign.services import COMPAT_FLAG
 from gateway_svc.operators.operator_port import ADMIN_FLAGS
 from gateway_svc.process.schedulers import CHAT_FLAGS
 from gateway_svc.request.sandbox.image_preparer import ImageLimits
@@ -60,6 +61,7 @@ FLAGS = (
         "services (.svc) need no permission; another name could belong to a web page that misuses its reader's browser",
         metavar="NAME", is_list=True,
     ),
+    COMPAT_FLAG,
     Flag("--scheduler", scheduler_address,
         "address of a scheduler; repeat the flag for replicas and for other models (in the environment "
         "variable, separate addresses by commas); dns:///NAME:PORT: all addresses of NAME, looked up again "

@@ -53,7 +53,7 @@ class InferenceServicer(InferenceServiceServicer):
         shows_workers: bool = True,
     ) -> None:
         self._directory = directory
-        self._admission = admission
+        self.admission = admission
         self._prompts = prompts
         self.generation = generation
         self.pooling = pooling
@@ -64,13 +64,13 @@ class InferenceServicer(InferenceServiceServicer):
 
     def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """The events of one generation."""
-        self._read_traceparent(context)
-        return self.generation.generate(request, deadline=_deadline(context))
+        self.read_traceparent(context)
+        return self.generation.generate(request, deadline=deadline_of(context))
 
     def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """The further events of a request that has a record."""
-        self._read_traceparent(context)
-        return self.generation.resume(request, deadline=_deadline(context))
+        self.read_traceparent(context)
+        return self.generation.resume(request, deadline=deadline_of(context))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End the caller's requests by id, on any gateway."""
@@ -83,7 +83,8 @@ class InferenceServicer(InferenceServiceServicer):
             unknown_ids=[request_id for scoped_id, request_id in asked.items() if scoped_id not in found],
         )
 
-    def _read_traceparent(self, context: Context) -> None:
+    def read_traceparent(self, context: Context) -> None:
+        """The next generation of this call continues the caller's trace."""
         if self.generation.traces is not None:
             self.generation.traces.receive(dict(context.invocation_metadata() or ()))
 
@@ -91,22 +92,22 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """One vector per input."""
-        return await self.pooling.embed(request, _deadline(context))
+        return await self.pooling.embed(request, deadline_of(context))
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """One score per pair of texts."""
-        return await self.pooling.score(request, _deadline(context))
+        return await self.pooling.score(request, deadline_of(context))
 
     async def Decide(self, request: pb.DecideRequest, context: Context) -> pb.DecideResponse:
         """One answer per question."""
-        self._read_traceparent(context)
-        return await self.decisions.decide(request, _deadline(context))
+        self.read_traceparent(context)
+        return await self.decisions.decide(request, deadline_of(context))
 
     # -- text ---------------------------------------------------------------------------------------------------------
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context | None = None) -> pb.TokenizeResponse:
         """Token ids of a prompt."""
-        async with self._admission.call(request.ByteSize() // BYTES_PER_TOKEN):
+        async with self.admission.call(request.ByteSize() // BYTES_PER_TOKEN):
             return await self.tokenize(request)
 
     async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
@@ -124,7 +125,7 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context | None = None) -> pb.DetokenizeResponse:
         """Text of token ids."""
-        async with self._admission.call(len(request.ids)):
+        async with self.admission.call(len(request.ids)):
             return await self.detokenize(request)
 
     async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
@@ -138,13 +139,13 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context | None = None) -> pb.ListModelsResponse:
         """All models."""
-        async with self._admission.call():
+        async with self.admission.call():
             models = self._directory.models()
         return pb.ListModelsResponse(models=[pb.Model(info=m.info, ready_workers=workers) for m, workers in models])
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context | None = None) -> pb.GetModelResponse:
         """One model."""
-        async with self._admission.call():
+        async with self.admission.call():
             name = self._directory.find_text(request.model).name
             model, workers = next((m, w) for m, w in self._directory.models() if m.name == name)
         return pb.GetModelResponse(model=pb.Model(info=model.info, ready_workers=workers))
@@ -254,7 +255,7 @@ def make_servicer(
     return InferenceServicer(directory, admission, prompts, generation, pooling, decisions, shows_workers=shows_workers)
 
 
-def _deadline(context: Context) -> float | None:
+def deadline_of(context: Context) -> float | None:
     """The client's deadline on the loop's clock; None if it set none."""
     left_s = context.time_remaining()  # type: ignore[no-untyped-call,unused-ignore]
     return None if left_s is None else asyncio.get_running_loop().time() + left_s

@@ -136,8 +136,10 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 # ServiceError, or returns the sender for `Intake`: empty for a caller that needs no credentials.
 OnCall = Callable[[str, Context], None]
 Admit = Callable[[str, Context], Awaitable[str]]
+Trailers = Callable[[], tuple[tuple[str, bytes], ...]]
 PROBES = "grpc.health.v1.Health/"
 REFLECTION = "grpc.reflection."
+PUBLIC_STREAMS = (REFLECTION, "inference.")  # their requests are those of any client
 MAX_PROBE_BYTES = 4096  # a message about health or reflection has a name in it
 ANYONE = "anyone"  # the sender where callers are not checked
 
@@ -196,7 +198,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._max_bytes = max_bytes or {}
         self._admit = admit or _admit_all
         self._intake = intake or Intake()
+        self._trailers: Trailers | None = None
         self._wrapped: dict[str, tuple[Handler, Handler]] = {}  # by method: the last handler, and its wrapper
+
+    def set_trailers(self, trailers: Trailers) -> None:
+        """Send this metadata at the end of each call that succeeds."""
+        self._trailers = trailers
+
+    def _succeed(self, context: Any) -> None:
+        if self._trailers is not None:
+            context.set_trailing_metadata(self._trailers())
 
     async def intercept_service(
         self,
@@ -217,7 +228,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         deserialize, is_streamed = handler.request_deserializer, handler.request_streaming
         if deserialize is not None:
             limit = MAX_PROBE_BYTES if method.startswith((PROBES, REFLECTION)) else self._max_bytes.get(method)
-            deserialize = decoder(deserialize, method, is_streamed=is_streamed, max_bytes=limit)
+            is_of_service = is_streamed and not method.startswith(PUBLIC_STREAMS)
+            deserialize = decoder(deserialize, method, is_streamed=is_of_service, max_bytes=limit)
         if is_streamed and deserialize is not None:
             deserialize = _logging(deserialize, method)
         serializers = {
@@ -230,9 +242,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_unary_rpc_method_handler(self._unary(behaviour, begin, method), **serializers)
 
     async def _admitted(self, requests: Any, context: Any, method: str) -> Any:
-        """The requests of an admitted call. Those of reflection have places, like single ones."""
+        """The requests of an admitted call. Those that any client sends have places, like single ones."""
         sender = await self._check_caller(method, context)
-        return self._received_each(sender, context) if method.startswith(REFLECTION) else requests
+        return self._received_each(sender, context) if method.startswith(PUBLIC_STREAMS) else requests
 
     async def _received_each(self, sender: str, context: Any) -> AsyncIterator[Any]:
         while (request := await self._intake.receive(sender, context.read)) is not grpc.aio.EOF:
@@ -260,7 +272,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             with self._intake:
                 try:
                     request = await begin(requests, context, method)
-                    return await behaviour(request, context)
+                    response = await behaviour(request, context)
+                    self._succeed(context)
+                    return response
                 except Exception as error:
                     ending = self._end(context, method, error)
                     requests = request = context = None  # see _end
@@ -278,6 +292,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                     responses = behaviour(request, context)
                     if not hasattr(responses, "__aiter__"):
                         await responses  # a coroutine, which writes its responses through the context
+                        self._succeed(context)
                         return
                 except Exception as error:
                     ending = self._end(context, method, error)
@@ -296,6 +311,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 try:
                     response = await anext(responses)
                 except StopAsyncIteration:
+                    self._succeed(context)
                     return
                 except Exception as error:
                     ending = self._end(context, method, error)

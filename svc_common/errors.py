@@ -25,7 +25,6 @@ from __future__ import annotations
 import logging
 import re
 from bisect import bisect_right
-from functools import cache
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -40,7 +39,7 @@ log = logging.getLogger(__name__)
 # where an escaped byte takes three bytes, and twice in the details, as base64.
 MAX_TRAILER_BYTES = 6000
 IN_DETAILS = 2 * 4 / 3
-DOMAIN = "quire.dev"  # of the reasons in ErrorInfo
+DOMAIN = "quire.dev"  # ErrorInfo: whose reasons these are
 MAX_SUBJECT_CHARS = 200
 TRAILER_BYTES = [(1 if 0x20 <= byte < 0x7F and byte != ord("%") else 3) + IN_DETAILS for byte in range(256)]
 
@@ -53,9 +52,7 @@ class ServiceError(Exception):
     code = grpc.StatusCode.INTERNAL
     http_status = 500
 
-    def __init__(
-        self, message: str, *, field: str = "", retry_after_s: float | None = None, subject: str = ""
-    ) -> None:
+    def __init__(self, message: str, *, field: str = "", retry_after_s: float | None = None, subject: str = "") -> None:
         super().__init__(message)
         self.subject = subject[:MAX_SUBJECT_CHARS]
         self.message = _shortened(message)
@@ -190,7 +187,6 @@ def status_metadata(error: ServiceError) -> tuple[tuple[str, str | bytes], ...]:
     return tuple(metadata)
 
 
-@cache
 def _reason(kind: type[ServiceError]) -> str:
     """The name of the error, such as CONTEXT_LENGTH."""
     name = "Internal" if kind is ServiceError else kind.__name__.removesuffix("Error")

@@ -203,6 +203,7 @@ class GrpcServer:
         intake.max_message_bytes = max_receive_bytes
         errors = ErrorInterceptor(on_call=on_call, max_bytes=max_bytes, admit=admit, intake=intake)
         self.rpc = errors.stats
+        self.set_trailers = errors.set_trailers
         options = dict(SERVER_OPTIONS) | (connections or ConnectionLimits()).options() | pings.options()
         options["grpc.max_receive_message_length"] = max_receive_bytes
         if not accepts_compression:
@@ -219,7 +220,9 @@ class GrpcServer:
         self._health = HealthServicer((*names, health.SERVICE_NAME))
         self.address = ""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        listing = {"List": grpc.unary_unary_rpc_method_handler(self._health.List)}
+        listing: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "List": grpc.unary_unary_rpc_method_handler(self._health.List)
+        }
         self.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(health.SERVICE_NAME, listing),))
         if has_reflection:
             self._add_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1))

@@ -19,11 +19,17 @@ from quire.v1.session_pb2_grpc import add_SessionServiceServicer_to_server
 from gateway_svc.batches.batches import Batches
 from gateway_svc.batches.runner import BatchRunner
 from gateway_svc.callers.authenticator import Authenticator, make_authenticator
+from gateway_svc.foreign.services import add_services, names_of
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.metrics import SPECS, GatewayReader, specs_for_picker
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.audit import AuditLog
-from gateway_svc.operators.operator_port import add_admin_service, operators_of, operators_over_http
+from gateway_svc.operators.operator_port import (
+    add_admin_service,
+    is_public_for_operators,
+    operators_of,
+    operators_over_http,
+)
 from gateway_svc.operators.rollouts import RolloutServicer
 from gateway_svc.process.schedulers import Schedulers
 from gateway_svc.request.threads import Lane
@@ -74,7 +80,7 @@ class Ports:
         num_calls = max(MIN_CONNECTION_CALLS, 2 * args.max_streams)
         self.server = GrpcServer(
             listen=args.listen,
-            service_names=SERVICE_NAMES,
+            service_names=(*SERVICE_NAMES, *names_of(args.grpc_compat)),
             credentials=None if self._tls is None else server_credentials(self._tls),
             connections=ConnectionLimits(args.max_connections, num_calls, args.max_connection_age_s),
             max_receive_bytes=MAX_RECEIVE_BYTES,
@@ -114,6 +120,8 @@ class Ports:
         self._console = make_console(args, make_app, self._authenticator, servicer, directory, server, self._tls)
         add_InferenceServiceServicer_to_server(servicer, server.grpc)
         add_SessionServiceServicer_to_server(SessionServicer(servicer.generation.sessions), server.grpc)
+        is_open = is_public_for_operators(args)
+        add_services(args.grpc_compat, servicer, directory, lane, server, is_open=is_open)
         self._operations = add_admin_service(args, *operations, servicer.full_status, server, self._tls, self._audit)
 
     async def start_admin(self, closing: AsyncExitStack) -> None:

@@ -72,7 +72,7 @@ from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from gateway_svc.text.bundle import BundleError
 from gateway_svc.text.chat_output import DETECTED, ParserNames
 from svc_common.channels import MAX_BUNDLE_BYTES, OpenChannel, ReceiveError, read_bundle
-from svc_common.errors import ServiceError
+from svc_common.errors import ServiceError, UnavailableError
 from svc_common.tasks import cancel
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class ModelLoader:
         backoff = BACKOFF_FIRST_S
         while True:
             try:
-                text = await self._bundles.get(info.bundle_digest, lambda: self._fetch(info.bundle_digest, stub))
+                text = await self._bundles.get(info.bundle_digest, lambda: self.fetch(info.bundle_digest, stub))
                 break
             except (grpc.aio.AioRpcError, BundleError) as error:
                 self._record_failure(info.model, error)
@@ -181,7 +181,8 @@ class ModelLoader:
         self._has_changed = asyncio.Event()
         self._on_loaded()
 
-    async def _fetch(self, digest: bytes, stub: SchedulerServiceAsyncStub) -> bytes:
+    async def fetch(self, digest: bytes, stub: SchedulerServiceAsyncStub) -> bytes:
+        """The serialized bundle. Raises AioRpcError or BundleError."""
         call = stub.GetBundle(pb.GetBundleRequest(digest=digest), timeout=BUNDLE_TIMEOUT_S)
         try:
             return await read_bundle(call, self._max_bytes)
@@ -352,6 +353,13 @@ class SchedulerClient:
         response.status.address = self.address
         response.status.connected = self.is_connected
         return response.status
+
+    async def fetch_bundle(self) -> bytes:
+        """The serialized bundle of its model. Raises UnavailableError."""
+        try:
+            return await self.loader.fetch(self.model.info.bundle_digest if self.model else b"", self.stub)
+        except (grpc.aio.AioRpcError, BundleError):
+            raise UnavailableError("the scheduler does not send the model's files now; retry later") from None
 
     async def abort_requests(self, request_ids: Sequence[str]) -> Sequence[str]:
         """End requests by id, from any gateway. Returns the ids that the scheduler had; none if it does not answer."""

@@ -7,8 +7,11 @@ the fields that the chart uses.
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import aiohttp
 import psutil
 import pytest
 import trustme
+from quire.v1 import inference_pb2 as pb
 from quire_client import AsyncClient, QuireError
 from quire_client.demo import demo_model_dir
 
@@ -25,7 +29,7 @@ from tests.hostile import attacks, examples
 from tests.hostile.target import Port
 from tests.processes.children import start_child
 from tests.processes.ports import free_port
-from tests.processes.stack import Stack
+from tests.processes.stack import ROOT, Stack
 
 pytestmark = pytest.mark.skipif(
     not Path(program("envoy")).exists(), reason="no envoy: its wheel exists for Linux on x86-64 only"
@@ -143,10 +147,17 @@ def envoy(folder: Path, objects: Objects, backends: dict[str, str], ca: Path | N
     folder.mkdir(exist_ok=True)
     config = folder / "envoy.json"
     config.write_text(json.dumps(envoy_config(objects, listeners, ca)))
-    flags = ["--config-path", str(config), "--concurrency", "1", "--disable-hot-restart", "--log-level", "warning"]
-    process = start_child([program("envoy"), *flags], folder / "envoy.log")
-    try:
+    with running_envoy(config):
         yield {kind: port for kind, (port, _) in listeners.items()}
+
+
+@contextmanager
+def running_envoy(config: Path) -> Iterator[None]:
+    """Envoy with this configuration."""
+    flags = ["--config-path", str(config), "--concurrency", "1", "--disable-hot-restart", "--log-level", "warning"]
+    process = start_child([program("envoy"), *flags], config.with_name("envoy.log"))
+    try:
+        yield
     finally:
         process.kill()
         process.wait()
@@ -214,6 +225,46 @@ async def test_floods_of_frames_end_at_envoy(tmp_path: Path) -> None:
                 after = process.cpu_times()
     assert len(done.samples[0].token_ids) == 200
     assert after.user + after.system - before.user - before.system < FLOOD_CPU_S
+
+
+async def test_grpc_web_as_the_page_says(tmp_path: Path) -> None:
+    """The configuration of docs/grpc.md, with other ports: streams in text and binary, of allowed origins only."""
+    page = (ROOT / "docs/grpc.md").read_text()
+    port, origin = free_port(), "https://chat.example.com"
+    with Stack(tmp_path) as stack:
+        scheduler = stack.start_scheduler()
+        stack.start_worker(scheduler, demo_model_dir(), "--executor", "sim")
+        gateway = stack.start_gateway(scheduler)
+        config = page.split("```yaml\n")[1].split("```")[0].replace("port_value: 8080", f"port_value: {port}")
+        backend = gateway.address.rpartition(":")[2]
+        (tmp_path / "web.yaml").write_text(config.replace("port_value: 50051", f"port_value: {backend}"))
+        async with await stack.connect(gateway):
+            pass
+        with running_envoy(tmp_path / "web.yaml"):
+            request = pb.GenerateRequest(prompt={"tokens": {"ids": [5]}}, stop={"max_tokens": 4, "ignore_eos": True})
+            body = bytes(1) + request.ByteSize().to_bytes(4, "big") + request.SerializeToString()
+            for kind, sent in (("grpc-web+proto", body), ("grpc-web-text", base64.b64encode(body))):
+                status, headers, answer = await web_call(port, f"application/{kind}", sent, origin)
+                parts = re.findall(rb"[^=]+=*", answer)  # each message is a text of its own
+                found = b"".join(map(base64.b64decode, parts)) if kind.endswith("text") else answer
+                assert (status, headers["access-control-allow-origin"]) == (200, origin)
+                assert b"grpc-status:0" in found
+                first = pb.GenerateResponse.FromString(found[5 : 5 + int.from_bytes(found[1:5], "big")])
+                assert first.accepted.prompt_tokens == 1
+            _, headers, _ = await web_call(port, "application/grpc-web+proto", body, "https://evil.example")
+            assert "access-control-allow-origin" not in headers
+
+
+async def web_call(port: int, kind: str, body: bytes, origin: str) -> tuple[int, Mapping[str, str], bytes]:
+    """A call as a page sends it. Waits until Envoy answers."""
+    headers = {"content-type": kind, "accept": kind, "x-grpc-web": "1", "origin": origin}
+    url = f"http://127.0.0.1:{port}/quire.v1.InferenceService/Generate"
+    async with aiohttp.ClientSession() as session, asyncio.timeout(DEADLINE_S):
+        while True:
+            with contextlib.suppress(aiohttp.ClientConnectorError):
+                async with session.post(url, data=body, headers=headers) as response:
+                    return response.status, response.headers, await response.read()
+            await asyncio.sleep(0.05)
 
 
 NUM_SECONDS = 17  # more than the 15 after which Envoy ends an answer on a route without a timeout

@@ -19,6 +19,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 from helm_python import chart as helm
 
+from gateway_svc.foreign.services import ENGINES
 from gateway_svc.process.ports import SERVICE_NAMES
 from tests.chart.chart import CHART, NAMESPACE, SCENARIOS, VERSIONS, Objects, read_values, render, validate
 from tests.chart.test_values import EGRESS, INGRESS, ROUTE, SOURCE, merged
@@ -330,6 +331,7 @@ def test_external_routes_exclude_admin_calls() -> None:
     assert routed == {
         "quire.v1.InferenceService",
         "quire.v1.SessionService",
+        *ENGINES,
         health.SERVICE_NAME,
         reflection.SERVICE_NAME,
         "grpc.reflection.v1.ServerReflection",

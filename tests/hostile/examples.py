@@ -7,6 +7,8 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from quire.foreign import kserve_pb2, orca_pb2
+from quire.foreign import vllm_engine_pb2 as vllm
 from quire.internal.v1 import scheduler_pb2, worker_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import rollouts_pb2, types_pb2
@@ -56,6 +58,39 @@ def _generate(prompt: pb.Prompt) -> pb.GenerateRequest:
         scheduling=pb.SchedulingParams(cache_salt="salt", determinism=types_pb2.DETERMINISM_EXACT),
         truncate_prompt_tokens=64,
     )
+
+
+def _infer(*, stream: bool) -> kserve_pb2.ModelInferRequest:
+    request = kserve_pb2.ModelInferRequest(id=REQUEST_ID, outputs=[{"name": "text_output"}, {"name": "output_ids"}])
+    request.parameters["temperature"].double_param = 0.5
+    tensors = {
+        "input_ids": ("INT32", _u32(5, 6)),
+        "max_tokens": ("INT64", _u32(4, 0)),
+        "stream": ("BOOL", bytes([stream])),
+    }
+    tensors["sampling_parameters"] = ("BYTES", b"\x0b\0\0\0" + b'{"seed": 7}')
+    for name, (datatype, raw) in tensors.items():
+        request.inputs.add(name=name, datatype=datatype, shape=[1, 2 if name == "input_ids" else 1])
+        request.raw_input_contents.append(raw)
+    return request
+
+
+def _engine_calls() -> dict[str, list[list[Message]]]:
+    """The calls of VllmEngine, whose methods have the names of other ones."""
+    tokens = vllm.TokenizedInput(original_text="a", input_ids=[5, 6, 7])
+    choice = vllm.ChoiceConstraint(choices=["a", "b"])
+    params = vllm.SamplingParams(max_tokens=4, logprobs=1, logit_bias={5: 1.5}, n=2, stop=["zq"], choice=choice)
+    calls: dict[str, Message] = {
+        "Generate": vllm.GenerateRequest(tokenized=tokens, sampling_params=params, stream=True),
+        "Embed": vllm.EmbedRequest(tokenized=tokens),
+        "Abort": vllm.AbortRequest(request_ids=[REQUEST_ID, 70 * "x"]),
+        "HealthCheck": vllm.HealthCheckRequest(),
+        "GetModelInfo": vllm.GetModelInfoRequest(),
+        "GetServerInfo": vllm.GetServerInfoRequest(),
+        "GetLoads": vllm.GetLoadsRequest(include=["core"]),
+        "GetTokenizer": vllm.GetTokenizerRequest(),
+    }
+    return {f"VllmEngine.{name}": [[call]] for name, call in calls.items()}
 
 
 def _submit() -> scheduler_pb2.Submit:
@@ -233,6 +268,16 @@ def _streams() -> dict[str, list[list[Message]]]:
         "Sleep": [[rollouts_pb2.SleepRequest(tags=["disk"])]],
         "Wake": [[rollouts_pb2.WakeRequest(tags=["weights"])]],
         "ResetPrefixCache": [[rollouts_pb2.ResetPrefixCacheRequest(model="m")]],
+        **{
+            name: [[getattr(kserve_pb2, f"{name}Request")()]]
+            for name in ("ServerLive", "ServerReady", "ServerMetadata")
+        },
+        "ModelReady": [[kserve_pb2.ModelReadyRequest(name="m", version="1")]],
+        "ModelMetadata": [[kserve_pb2.ModelMetadataRequest(name="")]],
+        "ModelInfer": [[_infer(stream=False)]],
+        "StreamCoreMetrics": [[orca_pb2.OrcaLoadReportRequest(report_interval={"seconds": 1})]],
+        **_engine_calls(),
+        "ModelStreamInfer": [[_infer(stream=True), _infer(stream=False)]],
         "Check": [[health_pb2.HealthCheckRequest(service="")]],
         "Watch": [[health_pb2.HealthCheckRequest(service="")]],
         "ServerReflectionInfo": [[reflection_pb2.ServerReflectionRequest(list_services="*")]],
@@ -244,15 +289,23 @@ HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 INFERENCE = pb.DESCRIPTOR.services_by_name["InferenceService"]
 SESSIONS = spb.DESCRIPTOR.services_by_name["SessionService"]
+KSERVE = kserve_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+ENGINE = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
+ORCA = orca_pb2.DESCRIPTOR.services_by_name["OpenRcaService"]
 ADMIN = pb.DESCRIPTOR.services_by_name["AdminService"]
 ROLLOUTS = rollouts_pb2.DESCRIPTOR.services_by_name["RolloutService"]
 SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
 WORKER = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
 
 
+def name_of(method: MethodDescriptor) -> str:
+    """The name of a method among CALLS."""
+    return f"{ENGINE.name}.{method.name}" if method.containing_service == ENGINE else str(method.name)
+
+
 def calls_of(method: MethodDescriptor) -> list[list[Message]]:
     """Valid calls of a method. Raises KeyError for a method without an example."""
-    return CALLS[method.name]
+    return CALLS[name_of(method)]
 
 
 def path_of(method: MethodDescriptor) -> str:

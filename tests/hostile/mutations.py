@@ -111,7 +111,10 @@ class Mutator:
     def _change_map(self, values: Any, field: FieldDescriptor) -> None:
         key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
         for _ in range(self.rng.choice((1, 2, MANY))):
-            values[self._value(key)] = self._value(value)
+            if value.message_type is not None:
+                values[self._value(key)].SetInParent()
+            else:
+                values[self._value(key)] = self._value(value)
 
     def _change_repeated(self, values: Any, field: FieldDescriptor) -> None:
         count = self.rng.choice((1, 2, 17, MANY))

@@ -168,6 +168,7 @@ class Target:
         http, operations, console = (f"127.0.0.1:{free_port()}" for _ in range(3))
         own = ("--http-listen", http, "--admin-listen", operations, "--console-listen", console, "--max-streams", "512")
         own += ("--batch-dir", str(self.stack.folder / "batches"))
+        own += ("--grpc-compat", "loads")
 
         def start(*flags: str) -> Service:
             return self.stack.start_gateway(*self.schedulers, flags=(*trust, *keys, *own, *flags))
@@ -178,7 +179,14 @@ class Target:
             service,
             "grpc",
             service.address,
-            [examples.INFERENCE, examples.SESSIONS, examples.REFLECTION],
+            [
+                examples.INFERENCE,
+                examples.SESSIONS,
+                examples.KSERVE,
+                examples.ENGINE,
+                examples.ORCA,
+                examples.REFLECTION,
+            ],
             {"": API_KEY},
         )
         self._add(

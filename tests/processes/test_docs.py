@@ -80,6 +80,8 @@ SETTINGS = {("cli", "json"), ("keys", "json"), ("limits", "toml"), ("recipes", "
 OTHERS = {
     ("configuration", "text"): "tests/unit/test_configuration_page.py",
     ("configuration", "toml"): "tests/unit/test_configuration_page.py",
+    ("grpc", "json"): "tests/processes/test_grpc_services.py",
+    ("grpc", "yaml"): "tests/chart/test_envoy.py",
     ("gpu", "text"): "tests/gpu/test_gpu_page.py",  # a formula and lines of logs
     ("gpu", "yaml"): "tests/chart/test_docs.py",
     ("metrics", "promql"): "tests/chart/test_docs.py",

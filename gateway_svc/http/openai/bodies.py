@@ -109,7 +109,7 @@ def chat_generation(data: bytes) -> Generation:
 
 def completion_generation(data: bytes) -> Generation:
     """Parse a body of /v1/completions. Raises InvalidRequestError."""
-    return _completion(body_of(data))
+    return completion_of(body_of(data))
 
 
 def rollout_generation(data: bytes) -> Generation:
@@ -120,7 +120,7 @@ def rollout_generation(data: bytes) -> Generation:
         raise invalid("token_ids", f"is {shown(ids)}; must be a list of token ids")
     own = {row.name: body[row.name] for row in fields.ROLLOUT if row.name in body}
     kept = {name: value for name, value in params.items() if name not in ROLLOUT_IGNORED}
-    asked = _completion({**kept, **own, "prompt": token_ids("token_ids", ids), "return_token_ids": True})
+    asked = completion_of({**kept, **own, "prompt": token_ids("token_ids", ids), "return_token_ids": True})
     for request in asked.requests:
         request.output.text = False
     unknown = (name for name in ignored_names(fields.ROLLOUT, body))
@@ -128,7 +128,8 @@ def rollout_generation(data: bytes) -> Generation:
     return replace(asked, ignored=(*ignored, *unknown))
 
 
-def _completion(body: dict[str, Any]) -> Generation:
+def completion_of(body: dict[str, Any]) -> Generation:
+    """The generation of a decoded body of /v1/completions. Raises InvalidRequestError."""
     asked = _generation(fields.COMPLETION, body, _completion_prompts(body))
     for request in asked.requests:
         if not request.stop.HasField("max_tokens"):

@@ -24,6 +24,7 @@ from quire.v1.inference_pb2_grpc import (
 from quire.v1.session_pb2_grpc import SessionServiceStub, add_SessionServiceServicer_to_server
 
 from gateway_svc.answer.open_streams import OpenStreams
+from gateway_svc.foreign.services import add_services
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.process.ports import MAX_RECEIVE_BYTES
@@ -359,6 +360,7 @@ class TestGateway:
         add_AdminServiceServicer_to_server(
             AdminServicer(self.directory, Inspector("gateway", "test", "", lambda: b"")), self._server.grpc
         )
+        add_services("loads", self.servicer, self.directory, self.threads.requests, self._server, is_open=False)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> TestGateway:

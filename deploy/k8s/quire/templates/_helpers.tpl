@@ -236,7 +236,7 @@ authenticationRef:
 
 {{/* gRPC services for clients outside the cluster, as a JSON list. AdminService and RolloutService are not among them. */}}
 {{- define "quire.publicServices" -}}
-{{ list "quire.v1.InferenceService" "quire.v1.SessionService" "grpc.health.v1.Health" "grpc.reflection.v1.ServerReflection" "grpc.reflection.v1alpha.ServerReflection" | toJson }}
+{{ list "quire.v1.InferenceService" "quire.v1.SessionService" "inference.GRPCInferenceService" "vllm.grpc.engine.VllmEngine" "grpc.health.v1.Health" "grpc.reflection.v1.ServerReflection" "grpc.reflection.v1alpha.ServerReflection" | toJson }}
 {{- end -}}
 
 {{/* appProtocol for proxies in front of gateways. */}}
