@@ -1,4 +1,4 @@
-"""The texts of samples, and the parser of one into AnswerParts."""
+"""Parses the text of one sample into AnswerParts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.request.tools import AnswerPlan
 from gateway_svc.text.chat_output import AnswerPiece, ItemKind
 from gateway_svc.text.detokenizer import SampleText
-from gateway_svc.text.stop_strings import StoppedText, StopStrings
 
 
 class AnswerStream:
@@ -81,18 +79,3 @@ def _append(message: pb.AnswerPart, text: str) -> None:
         message.reasoning += text
     else:
         message.content += text
-
-
-def new_texts(plan: GenerationPlan, num_samples: int) -> list[SampleText | None]:
-    """A text per sample; None if neither the client nor a stop string needs text."""
-    tokenizer, stop, output = plan.model.text.tokenizer, plan.sampling.stop, plan.output
-    if tokenizer is None or not (output.wants_text or stop.stop):
-        return [None] * num_samples
-    visible = frozenset(() if output.answer is None else output.answer.format.markers)
-    skips = output.skip_special_tokens
-    texts = [tokenizer.new_detokenizer(skip_special_tokens=skips, visible=visible) for _ in range(num_samples)]
-    if not stop.stop:
-        return list(texts)
-    stops, first_stop = StopStrings(stop.stop), plan.sampling.condition.min_tokens
-    include_stop = stop.include_stop_in_output
-    return [StoppedText(text, stops.new_matcher(include_stop=include_stop), first_stop=first_stop) for text in texts]

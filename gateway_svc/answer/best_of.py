@@ -11,7 +11,6 @@ from dataclasses import replace
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.answer.answer_stream import new_texts
 from gateway_svc.answer.stream import SampleStream
 from gateway_svc.request.parameters import BestOf
 from gateway_svc.request.plan import GenerationPlan
@@ -149,7 +148,7 @@ class BestSamples:
 
 def _computed_samples(plan: GenerationPlan, num: int) -> list[ComputedSample]:
     """All samples of a request, with text only if there are stop strings."""
-    texts = new_texts(plan, num) if plan.sampling.stop.stop else [None] * num
+    texts = plan.new_texts(num) if plan.sampling.stop.stop else [None] * num
     output = replace(plan.output, logprobs=None, answer=None, wants_text=False, wants_token_ids=False)
     silent = replace(plan, output=output, resume=replace(plan.resume, finished=(False,) * num, replay=None))
     return [ComputedSample(index, silent, text) for index, text in enumerate(texts)]

@@ -18,7 +18,7 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.answer.answer_stream import AnswerStream, new_texts
+from gateway_svc.answer.answer_stream import AnswerStream
 from gateway_svc.answer.receipts import ReceiptSigner, SampleProof
 from gateway_svc.answer.request_meter import RequestMeter
 from gateway_svc.columns import u32_to_bytes
@@ -288,7 +288,7 @@ class GenerationStream:
 
     def __init__(self, plan: GenerationPlan, signer: ReceiptSigner | None = None) -> None:
         self._plan = plan
-        texts = new_texts(plan, plan.sampling.params.n)
+        texts = plan.new_texts(plan.sampling.params.n)
         self._samples = [SampleStream(i, plan, text, signer) for i, text in enumerate(texts)]
         self._ends = [s.prime(output) for s, output in zip(self._samples, plan.resume.outputs, strict=True)]
         self._prompt: PromptLogprobStream | None = None

@@ -186,9 +186,8 @@ def make_http_apps(
     """
     if args.http_listen == args.console_listen == config.OFF:
         return None
-    from gateway_svc.http.app import HttpApp
+    from gateway_svc.http.app import HttpApp, SitePolicy, with_cors
     from gateway_svc.http.handlers import Handlers, StatusHandlers
-    from gateway_svc.http.origins import SitePolicy, with_cors
 
     status = StatusHandlers(lambda: server.is_serving, servicer.generation.streams, admin.metrics_text)
     handlers = Handlers(servicer, directory, lane, status, *operations, batches)
@@ -246,8 +245,8 @@ def make_console(
     """The port of the console, if it is on. Raises CallersError, TlsError or TrustError."""
     if make_app is None or args.console_listen == config.OFF:
         return None
+    from gateway_svc.http.app import SitePolicy
     from gateway_svc.http.console.app import ConsoleState, console_app
-    from gateway_svc.http.origins import SitePolicy
     from gateway_svc.http.server import HttpServer
 
     operators = operators_of(args, "--console-listen", args.console_listen)

@@ -21,6 +21,8 @@ from gateway_svc.request.resume import resume_plan
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
 from gateway_svc.request.threads import Lane
 from gateway_svc.request.tools import AnswerPlan, answer_grammar, answer_plan, tag_grammar
+from gateway_svc.text.detokenizer import SampleText
+from gateway_svc.text.stop_strings import StoppedText, StopStrings
 from request_fields.parameters import Grammar, GrammarKind
 
 
@@ -64,6 +66,20 @@ class GenerationPlan:
     sampling: SamplingPlan
     output: OutputPlan
     resume: ResumePlan
+
+    def new_texts(self, num_samples: int) -> list[SampleText | None]:
+        """A text per sample; None if neither the client nor a stop string needs text."""
+        tokenizer, stop, answer = self.model.text.tokenizer, self.sampling.stop, self.output.answer
+        if tokenizer is None or not (self.output.wants_text or stop.stop):
+            return [None] * num_samples
+        visible = frozenset(() if answer is None else answer.format.markers)
+        skips = self.output.skip_special_tokens
+        texts = [tokenizer.new_detokenizer(skip_special_tokens=skips, visible=visible) for _ in range(num_samples)]
+        if not stop.stop:
+            return list(texts)
+        stops, first_stop = StopStrings(stop.stop), self.sampling.condition.min_tokens
+        include = stop.include_stop_in_output
+        return [StoppedText(text, stops.new_matcher(include_stop=include), first_stop=first_stop) for text in texts]
 
 
 class Planner:

@@ -29,8 +29,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway_svc.callers.authenticator import Authenticator
-from gateway_svc.http.app import HttpApp
-from gateway_svc.http.origins import SitePolicy
+from gateway_svc.http.app import HttpApp, SitePolicy
 from gateway_svc.operators.admin import get_history, get_pools
 from gateway_svc.schedulers.directory import ModelDirectory
 from svc_common.calls import RpcStats

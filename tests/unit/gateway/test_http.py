@@ -23,10 +23,9 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.batches.batches import Batches, BatchLimits
 from gateway_svc.callers.authenticator import ApiKeys, Authenticator
 from gateway_svc.http import app as http_app
-from gateway_svc.http.app import HttpApp
+from gateway_svc.http.app import HttpApp, SitePolicy, with_cors
 from gateway_svc.http.fields import ALIASES, ENDPOINTS
 from gateway_svc.http.handlers import Handlers, StatusHandlers
-from gateway_svc.http.origins import SitePolicy, with_cors
 from gateway_svc.http.server import MAX_CONNECTIONS, HttpServer
 from gateway_svc.limits.buckets import LimitsFile, LocalBuckets
 from gateway_svc.limits.key_limits import KeyLimits
