@@ -31,15 +31,9 @@ from worker_svc.engine.model_runner import ModelRunner
 
 PROMPT_LEN, NUM_OUTPUT, NUM_ADAPTERS = 32, 64, 8
 MODEL: Model = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-    "vocab_size": 32768,
-    "max_position_embeddings": 4096,
-}
+    "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 3072, "vocab_size": 32768, "max_position_embeddings": 4096,
+}  # fmt: skip
 
 
 class AdaptedRunner:

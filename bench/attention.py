@@ -58,21 +58,15 @@ class Case:
 
 
 CASES = [
-    Case("w1 decode, 64 rows", SMALL, 64, 1, 64),
-    Case("w1 decode, 36 rows", SMALL, 36, 1, 280),
+    Case("w1 decode, 64 rows", SMALL, 64, 1, 64), Case("w1 decode, 36 rows", SMALL, 36, 1, 280),
     Case("decode, 64 rows of 1,056", SMALL, 64, 1, 1056),
-    Case("w3 decode, 64 rows share 1,024", SMALL, 64, 1, 1056, 1024),
-    Case("w3 decode, one row", SMALL, 1, 1, 1056),
-    Case("decode, 8 rows of 4,096", SMALL, 8, 1, 4096),
-    Case("w3 prefill of 1,024", SMALL, 1, 1024, 0),
+    Case("w3 decode, 64 rows share 1,024", SMALL, 64, 1, 1056, 1024), Case("w3 decode, one row", SMALL, 1, 1, 1056),
+    Case("decode, 8 rows of 4,096", SMALL, 8, 1, 4096), Case("w3 prefill of 1,024", SMALL, 1, 1024, 0),
     Case("w3 prefill, 32 rows of 32 after 1,024", SMALL, 32, 32, 1024, 1024),
-    Case("prefill of 1,024 after 3,072", SMALL, 1, 1024, 3072),
-    Case("w2 decode, 16 rows", LARGE, 16, 1, 110),
-    Case("d128 decode, 16 rows of 1,024", LARGE, 16, 1, 1024),
-    Case("d128 prefill of 64", LARGE, 1, 64, 0),
-    Case("d128 prefill of 1,024", LARGE, 1, 1024, 0),
-    Case("d128 prefill of 256 after 3,840", LARGE, 1, 256, 3840),
-]
+    Case("prefill of 1,024 after 3,072", SMALL, 1, 1024, 3072), Case("w2 decode, 16 rows", LARGE, 16, 1, 110),
+    Case("d128 decode, 16 rows of 1,024", LARGE, 16, 1, 1024), Case("d128 prefill of 64", LARGE, 1, 64, 0),
+    Case("d128 prefill of 1,024", LARGE, 1, 1024, 0), Case("d128 prefill of 256 after 3,840", LARGE, 1, 256, 3840),
+]  # fmt: skip
 
 
 def make_batch(case: Case) -> tuple[ForwardBatch, int]:

@@ -227,14 +227,9 @@ def conversations(seconds: float) -> Workload:
 
 
 WORKLOADS: dict[str, Callable[[float], Workload]] = {
-    "chat": chat,
-    "templates": templates,
-    "agents": agents,
-    "conversations": conversations,
-    "sessions": sessions,
-    "mixed": mixed,
-    "mix": lambda seconds: mix(0, seconds, num_slow=1),
-}
+    "chat": chat, "templates": templates, "agents": agents, "conversations": conversations, "sessions": sessions,
+    "mixed": mixed, "mix": lambda seconds: mix(0, seconds, num_slow=1),
+}  # fmt: skip
 
 
 def in_order(arrivals: list[Arrival], seconds: float) -> list[Arrival]:

@@ -30,15 +30,9 @@ from worker_svc.engine.model_runner import ModelRunner
 
 PROMPT_LEN, NUM_OUTPUT = 32, 64
 DENSE: Model = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "intermediate_size": 2048,
-    "vocab_size": 4096,
-    "max_position_embeddings": 4096,
-}
+    "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64,
+    "intermediate_size": 2048, "vocab_size": 4096, "max_position_embeddings": 4096,
+}  # fmt: skip
 EXPERTS: Model = DENSE | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",

@@ -357,12 +357,7 @@ def report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-RUN_PEER = {
-    "vllm": vllm_tok_s,
-    "transformers": transformers_tok_s,
-    "llama": llama_tok_s,
-    "llama_q8": llama_q8_tok_s,
-}
+RUN_PEER = {"vllm": vllm_tok_s, "transformers": transformers_tok_s, "llama": llama_tok_s, "llama_q8": llama_q8_tok_s}
 PEER_KEYS = {
     "vllm": "vllm_cpu_tok_s",
     "transformers": "transformers_cb_tok_s",

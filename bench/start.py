@@ -38,14 +38,9 @@ from bench.workloads import make_model
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGE = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 32_000,
-    "max_position_embeddings": 4096,
-}
+    "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 32_000, "max_position_embeddings": 4096,
+}  # fmt: skip
 TIMEOUT_S = 120.0
 
 

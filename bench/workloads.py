@@ -21,38 +21,18 @@ if TYPE_CHECKING:
 Model = dict[str, Any]
 
 SMALL: Model = {
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "intermediate_size": 768,
-    "vocab_size": 4096,
-    "max_position_embeddings": 4096,
-}
+    "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+    "intermediate_size": 768, "vocab_size": 4096, "max_position_embeddings": 4096,
+}  # fmt: skip
 QWEN3_06B: Model = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-}
+    "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 3072, "vocab_size": 151936, "max_position_embeddings": 40960,
+}  # fmt: skip
 COMMON: Model = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "initializer_range": 0.02,
-    "eos_token_id": 2,
-    "bos_token_id": 0,
-    "pad_token_id": 0,
-}
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": False, "initializer_range": 0.02,
+    "eos_token_id": 2, "bos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
 
 INT4_GROUP = 128
 PACK_QUANTIZED = {

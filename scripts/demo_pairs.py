@@ -19,43 +19,19 @@ def words(text: str) -> list[str]:
 
 WORDINGS = {
     "function": (
-        "What does {} do?",
-        "What does {}() do?",
-        "What does the {} function do?",
-        "What is {}?",
-        "What is {} for?",
-        "How does {} work?",
-        "Explain {}.",
-        "Can you explain {}?",
-        "Tell me about {}.",
-        "{}",
+        "What does {} do?", "What does {}() do?", "What does the {} function do?", "What is {}?", "What is {} for?",
+        "How does {} work?", "Explain {}.", "Can you explain {}?", "Tell me about {}.", "{}",
     ),
     "class": (
-        "What is {}?",
-        "What does {} do?",
-        "What is {} for?",
-        "How does {} work?",
-        "Explain {}.",
-        "Can you explain {}?",
-        "Tell me about {}.",
-        "{}",
+        "What is {}?", "What does {} do?", "What is {} for?", "How does {} work?", "Explain {}.", "Can you explain {}?",
+        "Tell me about {}.", "{}",
     ),
     "module": (
-        "What is the {} module?",
-        "What is the {} module for?",
-        "What does the {} module do?",
-        "What is the module {}?",
-        "Explain the {} module.",
-        "Can you explain the {} module?",
-        "Tell me about the {} module.",
-        "the {} module",
+        "What is the {} module?", "What is the {} module for?", "What does the {} module do?", "What is the module {}?",
+        "Explain the {} module.", "Can you explain the {} module?", "Tell me about the {} module.", "the {} module",
     ),
-    "long": (
-        "Tell me everything about {}.",
-        "Explain {} in detail.",
-        "Tell me all about {}.",
-    ),
-}
+    "long": ("Tell me everything about {}.", "Explain {} in detail.", "Tell me all about {}."),
+}  # fmt: skip
 
 BUILTIN_TYPES = ("str", "list", "dict", "set", "tuple", "int", "float", "bytes.decode", "bytes.hex")
 MODULES = words(
@@ -114,16 +90,9 @@ What should I eat today?
 Can you help me with my homework?
 Which film should I watch?"""
 OFF_TOPIC_WORDINGS = (
-    "What is {}?",
-    "Tell me about {}.",
-    "Explain {}.",
-    "How does {} work?",
-    "Where can I find {}?",
-    "Who invented {}?",
-    "Write a poem about {}.",
-    "What is the history of {}?",
-    "What do you think of {}?",
-)
+    "What is {}?", "Tell me about {}.", "Explain {}.", "How does {} work?", "Where can I find {}?", "Who invented {}?",
+    "Write a poem about {}.", "What is the history of {}?", "What do you think of {}?",
+)  # fmt: skip
 OFF_TOPIC_WORDS = words(
     """
     music water love football chess Paris Germany Spain London America Mars gravity history physics chemistry numpy

@@ -15,22 +15,15 @@ HEADER = "# Generated from quire_client/aio/{name}.py by scripts/gen_sync.py. Ed
 
 # Applied in this order. The last rules rewrite docstrings.
 RULES = [
-    (r"\basync (def|with|for)\b", r"\1"),
-    (r"\bawait ", ""),
-    (r"import grpc\.aio\n", ""),
-    (r"InferenceServiceAsyncStub", "InferenceServiceStub"),
-    (r"\bgrpc\.aio\.", "grpc."),
-    (r"\bquire_client\.aio\b", "quire_client.sync"),
-    (r"\bAwaitable\[(\w+)\]", r"\1"),
-    (r"\bAwaitable, ", ""),
-    (r"\bAsync([A-Z]\w+)", r"\1"),
-    (r"\bStopAsyncIteration\b", "StopIteration"),
+    (r"\basync (def|with|for)\b", r"\1"), (r"\bawait ", ""), (r"import grpc\.aio\n", ""),
+    (r"InferenceServiceAsyncStub", "InferenceServiceStub"), (r"\bgrpc\.aio\.", "grpc."),
+    (r"\bquire_client\.aio\b", "quire_client.sync"), (r"\bAwaitable\[(\w+)\]", r"\1"), (r"\bAwaitable, ", ""),
+    (r"\bAsync([A-Z]\w+)", r"\1"), (r"\bStopAsyncIteration\b", "StopIteration"),
     (r"\b__a(enter|exit|iter|next)__\b", r"__\1__"),
     (r"for asyncio\. It belongs to one event loop; close it", ". Threads may share it; close it"),
-    (r"gateways \.", "gateways."),
-    (r"The asyncio client", "The synchronous client"),
+    (r"gateways \.", "gateways."), (r"The asyncio client", "The synchronous client"),
     (r"Safe to call after the end", "Safe to call from any thread and after the end"),
-]
+]  # fmt: skip
 
 
 def sync_source(name: str) -> str:

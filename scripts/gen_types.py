@@ -35,16 +35,11 @@ SCALARS = {
     "bytes": ("bytes", 'b""'),
 }
 SDK_TYPES = {
-    **dict.fromkeys((Kind.INT32, Kind.UINT32, Kind.UINT64), "int"),
-    Kind.FLOAT: "float",
-    Kind.BOOL: "bool",
-    Kind.STRING: "str",
-    Kind.STRINGS: "str | Sequence[str]",
-    Kind.TOKEN_IDS: "Sequence[int]",
-    Kind.BLOBS: "Sequence[Image | bytes | str | PathLike[str]]",
-    Kind.BIASES: "Mapping[int, float]",
+    **dict.fromkeys((Kind.INT32, Kind.UINT32, Kind.UINT64), "int"), Kind.FLOAT: "float", Kind.BOOL: "bool",
+    Kind.STRING: "str", Kind.STRINGS: "str | Sequence[str]", Kind.TOKEN_IDS: "Sequence[int]",
+    Kind.BLOBS: "Sequence[Image | bytes | str | PathLike[str]]", Kind.BIASES: "Mapping[int, float]",
     Kind.COUNTS: "Mapping[str, int]",
-}
+}  # fmt: skip
 HEAD_OF_MODULE = '''# Generated from the .proto files by scripts/gen_types.py. Edit these.
 """{doc}"""
 

@@ -39,20 +39,11 @@ from worker_svc.engine.gpu.start import compilation
 from worker_svc.engine.gpu.start.compilation import Kernel
 
 ENGINES: list[dict[str, Any]] = [
-    {},
-    model.NANO_SETTINGS,
-    model.NANO_SETTINGS | {"kv_cache_dtype": "fp8"},
-    model.NANO_SETTINGS | {"determinism": "exact"},
-    {"determinism": "exact"},
-    model.EXACT_SETTINGS,
-    {"dtype": "float16"},
-    {"kv_cache_dtype": "fp8"},
-    {"quantize": "fp8"},
-    {"quantize": "fp8", "determinism": "exact"},
-    model.LONG_SETTINGS,
-    adapters.SETTINGS,
-    adapters.SETTINGS | {"determinism": "exact"},
-]
+    {}, model.NANO_SETTINGS, model.NANO_SETTINGS | {"kv_cache_dtype": "fp8"},
+    model.NANO_SETTINGS | {"determinism": "exact"}, {"determinism": "exact"}, model.EXACT_SETTINGS,
+    {"dtype": "float16"}, {"kv_cache_dtype": "fp8"}, {"quantize": "fp8"}, {"quantize": "fp8", "determinism": "exact"},
+    model.LONG_SETTINGS, adapters.SETTINGS, adapters.SETTINGS | {"determinism": "exact"},
+]  # fmt: skip
 SECTIONS = (kernels.decode_attention, kernels.prefill_attention, kernels.other_caches)
 LONG = ("paged_attention", "linear", "collect", "select", "pick")  # compilations
 NO_GPU = "libcuda.so cannot found"  # in the error of a launcher, where there is nothing to launch on

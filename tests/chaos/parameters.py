@@ -85,26 +85,18 @@ PARAMETERS = (
 # The other options, with the reason why the workload does not draw them from the table above.
 NOT_DRAWN = {
     "session_id": "tests/processes/test_sessions.py kills workers between turns",
-    "session_sample": "of a request with session_id",
-    "conversation": "changes no token",
-    "temperature": "drawn for every request by workload.py",
-    "seed": "drawn for every sampled request by workload.py",
-    "n": "drawn for every sampled request by workload.py",
-    "max_tokens": "drawn for every request by workload.py",
+    "session_sample": "of a request with session_id", "conversation": "changes no token",
+    "temperature": "drawn for every request by workload.py", "seed": "drawn for every sampled request by workload.py",
+    "n": "drawn for every sampled request by workload.py", "max_tokens": "drawn for every request by workload.py",
     "ignore_eos": "set in every request by workload.py, so that answers are long",
     "stop": "some requests occur a second time with a stop string of their answer (workload.py)",
     "include_stop_in_output": "keeps the match of a stop string; the expected text of these requests is cut before it",
     "json_object": "the same code as json_schema, but answers may end before a fault",
-    "structural_tag": "becomes a grammar in the gateway",
-    "parse_chat": "set by the SDK for every chat",
-    "send_text": "the verdict compares the text",
-    "send_token_ids": "the verdict compares the token ids",
-    "priority": "changes no token",
-    "images": "the model of this workload takes none",
-    "tenant_id": "changes no token",
+    "structural_tag": "becomes a grammar in the gateway", "parse_chat": "set by the SDK for every chat",
+    "send_text": "the verdict compares the text", "send_token_ids": "the verdict compares the token ids",
+    "priority": "changes no token", "images": "the model of this workload takes none", "tenant_id": "changes no token",
     "cache_salt": "changes no token; set for some streams by streams.py",
-    "determinism": "changes no token: a request is accepted or refused",
-    "resumable": "changes no token",
+    "determinism": "changes no token: a request is accepted or refused", "resumable": "changes no token",
     "receipt": "tests/processes/test_receipts.py checks receipts by computing the answers again",
     "num_forced_tokens": "needs requests whose prompt ends with the output of another (test_rollouts.py)",
     "speculative": "changes no token",
@@ -112,7 +104,7 @@ NOT_DRAWN = {
         ("thinking_start_ids", "thinking_end_ids", "thinking_last_ids", "thinking_repeats"),
         "of a request with thinking_token_budget; tests/processes/test_thinking.py kills a worker under it",
     ),
-}
+}  # fmt: skip
 GRAMMARS = {"json_schema", "regex", "grammar", "choice"}  # a request has at most one of them
 CLASHES = {"stop_token_ids": {"min_tokens"}, "min_tokens": {"stop_token_ids", *GRAMMARS}, "bad_words": GRAMMARS}
 BANS = {"allowed_token_ids", "banned_token_ids", "stop_token_ids"}  # a grammar may require a token that these ban

@@ -17,15 +17,10 @@ STOP_CHARS = 6
 STOP_AFTER = 0.4
 
 QUESTIONS = (
-    "What does os.path.join do?",
-    "What does json.dumps do?",
-    "What is collections.Counter?",
-    "Explain str.split.",
-    "What is the csv module for?",
-    "Tell me everything about functools.lru_cache.",
-    "Recite the Zen of Python.",
+    "What does os.path.join do?", "What does json.dumps do?", "What is collections.Counter?", "Explain str.split.",
+    "What is the csv module for?", "Tell me everything about functools.lru_cache.", "Recite the Zen of Python.",
     "Who are you?",
-)
+)  # fmt: skip
 TEXTS = ("Return a new", "The module provides", "If the argument is a string,", "Raises ValueError when")
 SYSTEM = "You answer questions about Python's standard library in one sentence."
 

@@ -53,19 +53,14 @@ TRIGGER = _closed(
 SCALED_OBJECT = _closed(
     ("scaleTargetRef", "triggers"),
     scaleTargetRef=_closed(("name",), apiVersion={"type": "string"}, kind={"type": "string"}, name={"type": "string"}),
-    pollingInterval=INTEGER,
-    cooldownPeriod=INTEGER,
-    minReplicaCount=INTEGER,
-    maxReplicaCount=INTEGER,
+    pollingInterval=INTEGER, cooldownPeriod=INTEGER, minReplicaCount=INTEGER, maxReplicaCount=INTEGER,
     fallback=_closed(
-        ("failureThreshold", "replicas"),
-        failureThreshold=INTEGER,
-        replicas=INTEGER,
+        ("failureThreshold", "replicas"), failureThreshold=INTEGER, replicas=INTEGER,
         behavior={"enum": ["static", "currentReplicas", "currentReplicasIfHigher", "currentReplicasIfLower"]},
     ),
     advanced=_closed(horizontalPodAutoscalerConfig=_closed(behavior=_closed(scaleDown=SCALING_RULES))),
     triggers={"type": "array", "minItems": 1, "items": TRIGGER},
-)
+)  # fmt: skip
 RELABELING = _closed(
     sourceLabels={"type": "array", "items": {"type": "string"}},
     **{name: {"type": "string"} for name in ("separator", "targetLabel", "regex", "replacement", "action")},

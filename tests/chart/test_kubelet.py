@@ -49,32 +49,24 @@ ROLLED: Values = {part: {"podAnnotations": {"rolled": "yes"}} for part in ("gate
 
 # Short shutdown and probe times; everything else is from ci/cpu-values.yaml.
 BASE: Values = {
-    "ports": PORTS,
-    "log": {"format": "text"},
+    "ports": PORTS, "log": {"format": "text"},
     "gateway": {
-        "drainSeconds": 3,
-        "apiKeys": {"existingSecret": "api-keys", "testEntry": "tester"},
+        "drainSeconds": 3, "apiKeys": {"existingSecret": "api-keys", "testEntry": "tester"},
         "tls": {"existingSecret": "gateway-tls", "clientCaSecret": "clients", "serverName": SERVER_NAME},
     },
-    "test": {"tlsSecret": "tester"},
-    "scheduler": {"drainSeconds": 2},
+    "test": {"tlsSecret": "tester"}, "scheduler": {"drainSeconds": 2},
     "redis": {"auth": {"existingSecret": "redis-password"}},
     "models": [
         {
-            "name": "demo",
-            "path": "/models/demo",
-            "storage": {"emptyDirSize": "1Gi"},
+            "name": "demo", "path": "/models/demo", "storage": {"emptyDirSize": "1Gi"},
             "download": {"command": ["cp", "-r", "/opt/quire/demo-model", "/models/demo"]},
-        }
+        },
     ],
     "workerDefaults": {
-        "executor": "sim",
-        "numBlocks": 1024,
-        "kvCacheMemory": "",
-        "drainSeconds": 10,
+        "executor": "sim", "numBlocks": 1024, "kvCacheMemory": "", "drainSeconds": 10,
         "extraArgs": ["--sim-step-ms", "25"],
     },
-}
+}  # fmt: skip
 
 
 def values_with(*changes: Values) -> Values:

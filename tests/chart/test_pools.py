@@ -19,37 +19,19 @@ from tests.chart.test_values import all_values
 GPU = {"gpuCount": 1, "determinism": "best_effort"}
 # Two values of a setting that must be equal for all workers, and the other values of both pools.
 DIFFERENT: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "dtype": ("float32", "bfloat16", {}),
-    "quantize": ("", "int8", {}),
-    "kvCacheDtype": ("auto", "fp8", GPU),
-    "determinism": ("exact", "best_effort", {}),
-    "gpuCount": (0, 1, {}),
-    "nodesPerWorker": (1, 2, {"gpuCount": 2}),
-    "backend": ("", "reference", {}),
-    "executor": ("model", "sim", {}),
-    "blockSize": (16, 32, {}),
-    "maxModelLen": (0, 64, {}),
-    "kvCacheMemory": ("1G", "2G", {}),
-    "numBlocks": (0, 8, {}),
-}
+    "dtype": ("float32", "bfloat16", {}), "quantize": ("", "int8", {}), "kvCacheDtype": ("auto", "fp8", GPU),
+    "determinism": ("exact", "best_effort", {}), "gpuCount": (0, 1, {}), "nodesPerWorker": (1, 2, {"gpuCount": 2}),
+    "backend": ("", "reference", {}), "executor": ("model", "sim", {}), "blockSize": (16, 32, {}),
+    "maxModelLen": (0, 64, {}), "kvCacheMemory": ("1G", "2G", {}), "numBlocks": (0, 8, {}),
+}  # fmt: skip
 # By shared fact: the values of a pool that determine it. The other facts depend on `models`.
 VALUES_OF_FACTS = {
-    "model": (),
-    "dtype": ("dtype",),
-    "quantization": ("quantize",),
-    "kv_cache_dtype": ("kvCacheDtype",),
-    "determinism": ("determinism",),
-    "numerics": ("gpuCount", "nodesPerWorker", "backend"),
-    "weights_digest": (),
-    "revision": ("executor",),
-    "block_size": ("blockSize",),
-    "max_model_len": ("maxModelLen", "kvCacheMemory", "numBlocks"),
-    "vocab_size": (),
-    "bundle_digest": (),
-    "eos_token_ids": (),
-    "attention_window": (),
-    "encoder": (),
-}
+    "model": (), "dtype": ("dtype",), "quantization": ("quantize",), "kv_cache_dtype": ("kvCacheDtype",),
+    "determinism": ("determinism",), "numerics": ("gpuCount", "nodesPerWorker", "backend"), "weights_digest": (),
+    "revision": ("executor",), "block_size": ("blockSize",),
+    "max_model_len": ("maxModelLen", "kvCacheMemory", "numBlocks"), "vocab_size": (), "bundle_digest": (),
+    "eos_token_ids": (), "attention_window": (), "encoder": (),
+}  # fmt: skip
 
 
 def test_every_shared_fact_has_its_values() -> None:

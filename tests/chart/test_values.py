@@ -267,23 +267,18 @@ TRUST = [
     Case("trust.certManager.workerName", NAMED, "Certificate trust-worker", "", None, ISSUER),
     Case("trust.certManager.workerName", "", SCHEDULER, "arg --internal-tls-worker-name", None, ISSUER),
     Case(
-        "trust.certManager.workerName",
-        NAMED,
-        WORKER,
-        "volume trust",
+        "trust.certManager.workerName", NAMED, WORKER, "volume trust",
         {
             "csi": {
-                "driver": "csi.cert-manager.io",
-                "readOnly": True,
+                "driver": "csi.cert-manager.io", "readOnly": True,
                 "volumeAttributes": {
-                    "csi.cert-manager.io/issuer-name": "ca",
-                    "csi.cert-manager.io/issuer-kind": "Issuer",
+                    "csi.cert-manager.io/issuer-name": "ca", "csi.cert-manager.io/issuer-kind": "Issuer",
                     "csi.cert-manager.io/issuer-group": "cert-manager.io",
                     "csi.cert-manager.io/dns-names": "quire-worker,${POD_NAME}.quire-worker",
                     "csi.cert-manager.io/key-usages": "digital signature,server auth,client auth",
                     "csi.cert-manager.io/fs-group": "10001",
                 },
-            }
+            },
         },
         ISSUER,
     ),

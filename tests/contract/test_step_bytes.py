@@ -71,14 +71,9 @@ def forked() -> StepBatch:
 
 
 IMAGE = inputs_pb2.CarriedInput(
-    kind=inputs_pb2.INPUT_KIND_IMAGE,
-    digest=b"i" * 16,
-    start=1,
-    length=2,
-    dtype=inputs_pb2.INPUT_DTYPE_UINT8,
-    shape=[2, 4, 3],
-    data=b"pixels",
-)
+    kind=inputs_pb2.INPUT_KIND_IMAGE, digest=b"i" * 16, start=1, length=2, dtype=inputs_pb2.INPUT_DTYPE_UINT8,
+    shape=[2, 4, 3], data=b"pixels",
+)  # fmt: skip
 POOLING = pooling_pb2.Pooling(
     task=pooling_pb2.POOLING_TASK_VECTOR, kind=types_pb2.POOLING_KIND_MEAN, normalize=True, dimensions=8
 )

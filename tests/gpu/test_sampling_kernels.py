@@ -55,20 +55,10 @@ def randn(rows, vocab=VOCAB, seed=0, dtype=torch.float32):
 
 
 FILTERS = [
-    {},
-    {"top_k": 1},
-    {"top_k": 50},
-    {"top_k": VOCAB + 1},
-    {"top_p": 0.9},
-    {"top_p": 1e-6},
-    {"min_p": 0.05},
-    {"min_p": 1.0},
-    {"top_a": 0.2},
-    {"top_a": 0.2, "top_p": 0.9},
-    {"top_k": 20, "top_p": 0.95},
-    {"top_k": 100, "top_p": 0.5, "min_p": 0.01},
-    {"top_k": 100, "top_p": 0.9, "min_p": 0.01, "top_a": 0.1},
-]
+    {}, {"top_k": 1}, {"top_k": 50}, {"top_k": VOCAB + 1}, {"top_p": 0.9}, {"top_p": 1e-6}, {"min_p": 0.05},
+    {"min_p": 1.0}, {"top_a": 0.2}, {"top_a": 0.2, "top_p": 0.9}, {"top_k": 20, "top_p": 0.95},
+    {"top_k": 100, "top_p": 0.5, "min_p": 0.01}, {"top_k": 100, "top_p": 0.9, "min_p": 0.01, "top_a": 0.1},
+]  # fmt: skip
 
 
 def params_of(seed, temperature=0.8, **filters):

@@ -68,15 +68,9 @@ class Size:
 
 SHORT = Size(frames=5_000, connections=500, open_calls=1_000, slow_s=3.0, bomb_bytes=8 << 20)
 FULL = Size(
-    frames=100_000,
-    connections=2_000,
-    open_calls=20_000,
-    slow_s=60.0,
-    bomb_bytes=32 << 20,
-    message_bytes=16 << 20,
-    unfinished_s=20.0,
-    repeat_s=5.0,
-)
+    frames=100_000, connections=2_000, open_calls=20_000, slow_s=60.0, bomb_bytes=32 << 20, message_bytes=16 << 20,
+    unfinished_s=20.0, repeat_s=5.0,
+)  # fmt: skip
 
 Attack = Callable[[Port, Size], Coroutine[Any, Any, None]]
 

@@ -39,15 +39,9 @@ class TextShape:
 
 
 _BART = {
-    "d_model": 64,
-    "encoder_layers": 3,
-    "decoder_layers": 2,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "max_position_embeddings": MAX_LEN,
-}
+    "d_model": 64, "encoder_layers": 3, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": MAX_LEN,
+}  # fmt: skip
 _T5 = {
     "d_model": 64,
     "d_kv": 24,  # not d_model / heads

@@ -212,15 +212,10 @@ async def test_a_killed_worker_changes_no_token(running: Running) -> None:
 
 
 HTTP_CASES = [
-    {"repetition_penalty": 1.6},
-    {"frequency_penalty": 1.5},
-    {"presence_penalty": 2.0},
-    {"logit_bias": BIAS},
-    {"allowed_token_ids": [*range(100, 140)]},
-    {"banned_token_ids": [*range(0, 512, 3)]},
-    {"bad_words": ["a", "b", "c", "d", "e", "f", "g", "h"]},
-    {"truncate_prompt_tokens": 7},
-]
+    {"repetition_penalty": 1.6}, {"frequency_penalty": 1.5}, {"presence_penalty": 2.0}, {"logit_bias": BIAS},
+    {"allowed_token_ids": [*range(100, 140)]}, {"banned_token_ids": [*range(0, 512, 3)]},
+    {"bad_words": ["a", "b", "c", "d", "e", "f", "g", "h"]}, {"truncate_prompt_tokens": 7},
+]  # fmt: skip
 
 
 async def test_a_body_field_has_the_effect_of_its_request_field(running: Running) -> None:

@@ -64,22 +64,17 @@ async def ask(client: AsyncClient, rng: random.Random, **options: Any) -> Any:
 
 
 PARAMETERS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0},
-    {"temperature": 1.0, "n": 3},
+    {"temperature": 0}, {"temperature": 1.0, "n": 3},
     {"temperature": 0.7, "top_p": 0.8, "seed": 2**64 - 1, "logprobs": 3, "logprobs_mode": "processed"},
     {"temperature": 1.3, "top_k": 40, "min_p": 0.02, "repetition_penalty": 1.3, "presence_penalty": 0.4},
     {
-        "logit_bias": {7: 3.0},
-        "banned_token_ids": [9, 10],
-        "min_tokens": 12,
-        "stop_token_ids": [11],
+        "logit_bias": {7: 3.0}, "banned_token_ids": [9, 10], "min_tokens": 12, "stop_token_ids": [11],
         "ignore_eos": False,
     },
-    {"regex": "[a-f]{3,9}-[0-9]{2}", "ignore_eos": False},
-    {"stop": ["e"], "bad_words": ["the", "is"]},
+    {"regex": "[a-f]{3,9}-[0-9]{2}", "ignore_eos": False}, {"stop": ["e"], "bad_words": ["the", "is"]},
     {"max_tokens": 80, "temperature": 0.9},
     {"temperature": 1.0, "thinking_token_budget": 7, "thinking_end_ids": [9], "thinking_last_ids": [5, 8]},
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

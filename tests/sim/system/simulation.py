@@ -24,16 +24,9 @@ from tests.sim.system.world import Setup, World
 
 COMMAND = "python -m tests.sim.system.simulation"
 FAULTS = (
-    *("kill",) * 5,
-    *("freeze",) * 4,
-    *("drain",) * 2,
-    *("block_link",) * 3,
-    *("tear_link",) * 3,
-    "slow_step",
-    "forge_answer",
-    "fail_row",
-    "hurt_redis",
-)
+    *("kill",) * 5, *("freeze",) * 4, *("drain",) * 2, *("block_link",) * 3, *("tear_link",) * 3, "slow_step",
+    "forge_answer", "fail_row", "hurt_redis",
+)  # fmt: skip
 
 
 class Simulation:

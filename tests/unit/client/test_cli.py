@@ -23,15 +23,10 @@ from quire_client.testing import FakeGateway
 from gateway_svc.callers.authenticator import ApiKeys
 
 KERNELS = {
-    "path": "amx",
-    "instructions": {"bfloat16": "AMX", "int8": "AMX", "float32": "AVX512"},
-    "giga_operations": {"bfloat16": 1214.4, "int8": 1890.3, "float32": 120.3},
-    "read_gb_s": 24.5,
-    "copy_gb_s": 17.0,
-    "fastest": "amx",
-    "is_chosen": False,
-    "others": [],
-}
+    "path": "amx", "instructions": {"bfloat16": "AMX", "int8": "AMX", "float32": "AVX512"},
+    "giga_operations": {"bfloat16": 1214.4, "int8": 1890.3, "float32": 120.3}, "read_gb_s": 24.5, "copy_gb_s": 17.0,
+    "fastest": "amx", "is_chosen": False, "others": [],
+}  # fmt: skip
 SPEEDS = "bfloat16 1,214 GOP/s (AMX), int8 1,890 GOP/s (AMX), float32 120 GOP/s (AVX512)"
 RATES = "one row reads weights at 24.5 GB/s, a copy of memory runs at 17 GB/s"
 AVX2 = {"path": "avx2", "giga_operations": {"bfloat16": 94.2, "int8": 381.2, "float32": 108.6}}

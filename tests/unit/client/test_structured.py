@@ -42,17 +42,9 @@ class Person:
 
 
 ADA = {
-    "name": "Ada",
-    "age": 36,
-    "height": 2,
-    "is_here": True,
-    "address": {"city": "London", "floor": 3},
-    "colour": "red",
-    "kind": "b",
-    "pair": [1, "x"],
-    "tags": ["m"],
-    "scores": {"x": 1.5},
-}
+    "name": "Ada", "age": 36, "height": 2, "is_here": True, "address": {"city": "London", "floor": 3}, "colour": "red",
+    "kind": "b", "pair": [1, "x"], "tags": ["m"], "scores": {"x": 1.5},
+}  # fmt: skip
 
 
 class Plain(pydantic.BaseModel):

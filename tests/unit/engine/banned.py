@@ -5,12 +5,7 @@ from __future__ import annotations
 from tests.unit.engine.driver import GREEDY, Driver, seeded
 
 PROMPT = [3, 9, 4, 9, 5]
-SAMPLINGS = {
-    "greedy": GREEDY,
-    "seeded": seeded(5),
-    "top_k": seeded(6, top_k=4),
-    "top_p": seeded(7, 0.3, top_p=0.5),
-}
+SAMPLINGS = {"greedy": GREEDY, "seeded": seeded(5), "top_k": seeded(6, top_k=4), "top_p": seeded(7, 0.3, top_p=0.5)}
 NUM_BANNED_POSITIONS = 3
 
 

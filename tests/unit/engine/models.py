@@ -277,19 +277,10 @@ FIELDS |= {
     "glm4_moe_lite": LATENTS | {"q_lora_rank": 30, "n_routed_experts": 5, "rope_interleave": False},
 }
 DEFAULTS: dict[str, Any] = {
-    "vocab_size": 211,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-    "eos_token_id": 2,
-    "bos_token_id": 0,
-    "pad_token_id": 0,
-}
+    "vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": False, "rope_theta": 10000.0,
+    "eos_token_id": 2, "bos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def make_model(

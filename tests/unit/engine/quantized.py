@@ -183,25 +183,16 @@ def compressed_packed(bits: int, group: int, *, order: bool = False) -> Format:
 
 
 FORMATS = {
-    "gptq-int4": gptq(4, 48),
-    "gptq-int4-act-order": gptq(4, 48, order=True),
-    "gptq-int4-symmetric-v2": gptq(4, -1, symmetric=True, version=2),
-    "gptq-int8": gptq(8, 32),
-    "awq": awq(40),
-    "fp8-tensor": fp8(None),
-    "fp8-block": fp8(40),
-    "fp8-static": static(fp8(None)),
-    "compressed-int8-channel": compressed_int8("channel"),
-    "compressed-int8-tensor": compressed_int8("tensor"),
-    "compressed-int8-group": compressed_int8("group", group=24),
-    "compressed-fp8-channel": compressed_fp8("channel"),
-    "compressed-fp8-tensor": compressed_fp8("tensor"),
-    "compressed-fp8-static": static(compressed_fp8("tensor")),
-    "compressed-fp8-block": compressed_fp8("block"),
-    "compressed-int4": compressed_packed(4, 40),
+    "gptq-int4": gptq(4, 48), "gptq-int4-act-order": gptq(4, 48, order=True),
+    "gptq-int4-symmetric-v2": gptq(4, -1, symmetric=True, version=2), "gptq-int8": gptq(8, 32), "awq": awq(40),
+    "fp8-tensor": fp8(None), "fp8-block": fp8(40), "fp8-static": static(fp8(None)),
+    "compressed-int8-channel": compressed_int8("channel"), "compressed-int8-tensor": compressed_int8("tensor"),
+    "compressed-int8-group": compressed_int8("group", group=24), "compressed-fp8-channel": compressed_fp8("channel"),
+    "compressed-fp8-tensor": compressed_fp8("tensor"), "compressed-fp8-static": static(compressed_fp8("tensor")),
+    "compressed-fp8-block": compressed_fp8("block"), "compressed-int4": compressed_packed(4, 40),
     "compressed-int4-act-order": compressed_packed(4, 40, order=True),
     "compressed-int8-packed": compressed_packed(8, 48),
-}
+}  # fmt: skip
 
 
 def is_linear(name: str) -> bool:

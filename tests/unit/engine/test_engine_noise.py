@@ -103,16 +103,10 @@ def test_noise_never_exceeds_the_pruning_bound():
 
 
 PARAMS = {
-    "plain": {},
-    "top_k": {"top_k": 5},
-    "top_p": {"top_p": 0.7},
-    "min_p": {"min_p": 0.05},
-    "top_a": {"top_a": 0.2},
-    "top_a and top_p": {"top_a": 0.05, "top_p": 0.9},
-    "all": {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "top_a": 0.02},
-    "nearly off": {"top_k": 10**6, "top_p": 0.999999, "min_p": 1e-9, "top_a": 1e-9},
-    "one left": {"top_p": 1e-6},
-}
+    "plain": {}, "top_k": {"top_k": 5}, "top_p": {"top_p": 0.7}, "min_p": {"min_p": 0.05}, "top_a": {"top_a": 0.2},
+    "top_a and top_p": {"top_a": 0.05, "top_p": 0.9}, "all": {"top_k": 40, "top_p": 0.9, "min_p": 0.01, "top_a": 0.02},
+    "nearly off": {"top_k": 10**6, "top_p": 0.999999, "min_p": 1e-9, "top_a": 1e-9}, "one left": {"top_p": 1e-6},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PARAMS)

@@ -57,21 +57,16 @@ def batch(rows=(0,), query_lens=(10,), context_lens=(0,), slots=None, mask=None,
 
 
 BAD_OPENS = {
-    "row": ({"row": 8}, "max_num_seqs 8"),
-    "token id": ({"tokens": [3, 211]}, "vocabulary size 211"),
-    "too long": ({"tokens": range(3, 132)}, "max_model_len 128"),
-    "empty": ({"tokens": []}, "0 tokens"),
+    "row": ({"row": 8}, "max_num_seqs 8"), "token id": ({"tokens": [3, 211]}, "vocabulary size 211"),
+    "too long": ({"tokens": range(3, 132)}, "max_model_len 128"), "empty": ({"tokens": []}, "0 tokens"),
     "prompt_len": ({"prompt_len": 11}, "prompt_len 11"),
     "computed": ({"num_computed_tokens": 11}, "num_computed_tokens 11"),
-    "block": ({"blocks": (16,)}, "pool of 16 blocks"),
-    "blocks": ({"blocks": (0,) * 9}, "at most 8"),
+    "block": ({"blocks": (16,)}, "pool of 16 blocks"), "blocks": ({"blocks": (0,) * 9}, "at most 8"),
     "fork": ({"tokens": [], "fork_of_row": 5, "prompt_len": 3}, "fork_of_row 5 is not open"),
     "temperature": ({"sampling": seeded(0, float("nan"))}, "temperature"),
     "negative temperature": ({"sampling": seeded(0, -1.0)}, "temperature"),
-    "top_p": ({"sampling": seeded(0, top_p=0.0)}, "top_p"),
-    "top_k": ({"sampling": seeded(0, top_k=-1)}, "top_k"),
-    "min_p": ({"sampling": seeded(0, min_p=1.5)}, "min_p"),
-    "seed": ({"sampling": seeded(2**64)}, "seed"),
+    "top_p": ({"sampling": seeded(0, top_p=0.0)}, "top_p"), "top_k": ({"sampling": seeded(0, top_k=-1)}, "top_k"),
+    "min_p": ({"sampling": seeded(0, min_p=1.5)}, "min_p"), "seed": ({"sampling": seeded(2**64)}, "seed"),
     "banned id": ({"banned_ids": u32(211), "banned_before": 1}, "id 211, which is not below the vocabulary size 211"),
     "allowed id": ({"rules": TokenRules(allowed_ids=u32(3, 211))}, "allowed_token_ids has id 211"),
     "banned rule": ({"rules": TokenRules(banned_ids=u32(*range(1025)))}, "banned_token_ids has 1025 ids, expected at"),
@@ -87,7 +82,7 @@ BAD_OPENS = {
     "presence_penalty": ({"sampling": seeded(0, presence_penalty=float("nan"))}, "presence_penalty"),
     "all banned": ({"banned_ids": u32(*range(211)), "banned_before": 1}, "211 ids, expected at most 210"),
     "many banned": ({"banned_ids": u32(*[5] * 513), "banned_before": 1}, "513 ids, expected at most 210"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD_OPENS)

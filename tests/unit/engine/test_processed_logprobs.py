@@ -29,14 +29,9 @@ from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.sampling.noise import keep_threshold
 
 FILTERS = (
-    {},
-    {"top_k": 5},
-    {"top_p": 0.7},
-    {"min_p": 0.2},
-    {"top_k": 9, "top_p": 0.9, "min_p": 0.01},
-    {"temperature": 0.3, "top_k": 20},
-    {"temperature": 2.0, "top_p": 0.99},
-)
+    {}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 0.3, "top_k": 20}, {"temperature": 2.0, "top_p": 0.99},
+)  # fmt: skip
 
 
 def definition(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:

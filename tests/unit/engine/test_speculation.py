@@ -20,18 +20,13 @@ from worker_svc.simulator.model import SimConfig
 from worker_svc.simulator.runner import SimRunner
 
 REQUESTS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.0},
-    {"seed": 11},
-    {"seed": 12, "top_p": 0.8, "top_k": 20},
+    {}, {"temperature": 0.0}, {"seed": 11}, {"seed": 12, "top_p": 0.8, "top_k": 20},
     {"seed": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.4},
-    {"temperature": 0.0, "frequency_penalty": 1.5},
-    {"temperature": 0.0, "logit_bias": {7: 9.0, 9: 8.5}},
-    {"seed": 3, "allowed_token_ids": [5, 6, 7, 8]},
-    {"temperature": 0.0, "options": {"logprobs": 3}},
+    {"temperature": 0.0, "frequency_penalty": 1.5}, {"temperature": 0.0, "logit_bias": {7: 9.0, 9: 8.5}},
+    {"seed": 3, "allowed_token_ids": [5, 6, 7, 8]}, {"temperature": 0.0, "options": {"logprobs": 3}},
     {"seed": 4, "options": {"banned_ids": np.array([2, 5], np.uint32).tobytes(), "banned_before": 9}},
     {"seed": 6, "n": 3},
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -27,23 +27,17 @@ PROPOSERS = ("suffix", "draft", "random", "mtp", "eagle")
 NUMBERS = ("float32", "bfloat16", "int4")
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
 FIELDS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
-    {"seed": 1, "temperature": 1.3},
-    {"seed": 2, "top_p": 0.8, "top_k": 30, "min_p": 0.01},
+    {"temperature": 0.0}, {"seed": 1, "temperature": 1.3}, {"seed": 2, "top_p": 0.8, "top_k": 30, "min_p": 0.01},
     {"seed": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.2},
-    {"temperature": 0.0, "frequency_penalty": 0.3},
-    {"seed": 4, "logit_bias": {300: 6.0, 301: 5.0}},
+    {"temperature": 0.0, "frequency_penalty": 0.3}, {"seed": 4, "logit_bias": {300: 6.0, 301: 5.0}},
     {"seed": 5, "allowed_token_ids": [300, 301, 302]},
     {"seed": 6, "banned_token_ids": [13, 300], "options": {"logprobs": 2}},
     {"seed": 7, "options": {"banned_ids": np.array([2, 0], np.uint32).tobytes(), "banned_before": 20}},
-    {"temperature": 0.0, "regex": "([a-f]{3} ){4}end"},
-    {"seed": 8, "json_schema": SCHEMA},
-    {"seed": 9, "choice": ["yes and so on", "yes and no more", "no"]},
-    {"seed": 10, "n": 2, "options": {"logprobs": 0}},
-    {"seed": 11, "n": 3, "temperature": 0.7, "repetition_penalty": 1.1},
-    {"seed": 12, "speculative": False},
+    {"temperature": 0.0, "regex": "([a-f]{3} ){4}end"}, {"seed": 8, "json_schema": SCHEMA},
+    {"seed": 9, "choice": ["yes and so on", "yes and no more", "no"]}, {"seed": 10, "n": 2, "options": {"logprobs": 0}},
+    {"seed": 11, "n": 3, "temperature": 0.7, "repetition_penalty": 1.1}, {"seed": 12, "speculative": False},
     {"seed": 13, "top_a": 0.2},
-)
+)  # fmt: skip
 RARE: tuple[dict[str, Any], ...] = (
     {"seed": 14, "json_object": True},
     {"temperature": 0.0, "grammar": "start: WORD{6,8}\nWORD: /[a-z]{2,3} /\n"},

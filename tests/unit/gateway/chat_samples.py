@@ -6,41 +6,32 @@ from __future__ import annotations
 THINKING = "<think>\nThe user wants the weather. Is 3 < 4?\n</think>\n\n"
 
 HERMES = (
-    "Hello, world.\n",
-    "  leading and trailing space \n\n",
+    "Hello, world.\n", "  leading and trailing space \n\n",
     'I look it up.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2.5e1, null]}}\n</tool_call>',
     '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "b", "arguments": {"x": "}\\"{"}}\n</tool_call>\n',
     '<tool_call>{"name": "a", "arguments": {"x": 1}}</tool_call> and then text <tool_call>{"name":"b","arguments":{}}</tool_call>',
     '<tool_call>{"arguments": {"x": {"y": true}}, "name": "late"}</tool_call>',
-    '<tool_call>{"name": "text", "arguments": "{\\"x\\": 1}"}</tool_call>',
-    '<tool_call>{"name": "none"}</tool_call>',
+    '<tool_call>{"name": "text", "arguments": "{\\"x\\": 1}"}</tool_call>', '<tool_call>{"name": "none"}</tool_call>',
     '<tool_call>{"type": "function", "id": "1", "name": "typed", "arguments": {"x": 1}, "more": [1]}</tool_call>tail',
     '<tool_call>{"name": "broken", "arguments": {"x": oops}}</tool_call>after',
     '<tool_call>{"name": "quotes", "arguments": {"x": "say "hi" now"}}</tool_call>after',
     '<tool_call>{"name": "open", "arguments": {"x": 1}\n</tool_call>after',
     '<tool_call>{"name": "extra", "arguments": {"x": 1}}}\n</tool_call>after',
-    "text <tool_call> is not a call </tool_call> here",
-    'text <tool_call>{"nam": 1}</tool_call> here',
+    "text <tool_call> is not a call </tool_call> here", 'text <tool_call>{"nam": 1}</tool_call> here',
     '<tool_call><tool_call>{"name": "twice", "arguments": {}}</tool_call>',
-    '<tool_call>{"name": "cut", "arguments": {"x": "abc',
-    '<tool_call>{"name": "cut", "arg',
+    '<tool_call>{"name": "cut", "arguments": {"x": "abc', '<tool_call>{"name": "cut", "arg',
     '<tool_call>{"name": "cut", "arguments": {}}\n</tool_c',
     '<tool_call>{"name": "bad name!", "arguments": {}}</tool_call>',
-    '<tool_call>{"name": "s", "arguments": "\\ud800"}</tool_call>',
-    "a <tool_ca b <tool_call",
-    "the end: <",
-    f'{THINKING}<tool_call>\n{{"name": "f", "arguments": {{}}}}\n</tool_call>',
-    f"{THINKING}The answer.",
-    "<think></think>none",
-    "<think>never ends <tool_call> </thin",
-    "text, then <think>not reasoning</think>",
+    '<tool_call>{"name": "s", "arguments": "\\ud800"}</tool_call>', "a <tool_ca b <tool_call", "the end: <",
+    f'{THINKING}<tool_call>\n{{"name": "f", "arguments": {{}}}}\n</tool_call>', f"{THINKING}The answer.",
+    "<think></think>none", "<think>never ends <tool_call> </thin", "text, then <think>not reasoning</think>",
     "reasoning without its start</think>\n\nThe answer.",
     '<tool_call>{"name": "f", "arguments": {"x": "a\tb\nc\x00", "y": [True, None, NaN, -Infinity,], }}</tool_call>z',
     '<tool_call>{"name": "f", "arguments": {"x": Tru, "y": 1}}</tool_call>z',
     '<tool_call>{"name": "f", "arguments": {"x": Tr',
     '<tool_call>{"name": "f", "arguments": {"x": 1,                    }}</tool_call>z',
     '<tool_call>{"arguments": {"x": "a\tb", "y": None}, "name": "f"}</tool_call>',
-)
+)  # fmt: skip
 
 QWEN3_CODER = (
     "Plain.",
@@ -63,34 +54,23 @@ QWEN3_CODER = (
 )
 
 LLAMA3 = (
-    "Plain.",
-    '{"name": "weather", "parameters": {"city": "Paris"}}',
+    "Plain.", '{"name": "weather", "parameters": {"city": "Paris"}}',
     ' {"name": "weather", "parameters": {"city": "Paris"}}; {"name": "weather", "parameters": {}} tail',
     '{"type": "function", "name": "weather", "parameters": {"city": "Paris"}}',
-    '{"name": "unknown", "parameters": {"city": "Paris"}}',
-    '{"parameters": {"city": "Paris"}, "name": "weather"}',
-    '{"answer": {"name": "weather", "parameters": {}}}',
-    "{not json}",
-    '<|python_tag|>{"name": "anything", "parameters": {"x": "<|python_tag|>"}}',
-    "<|python_tag|>print(1)",
-    'Text. <|python_tag|>{"name": "weather", "parameters": {}};{"oops"',
-    '{"name": "weather", "parameters": {"city": ',
-)
+    '{"name": "unknown", "parameters": {"city": "Paris"}}', '{"parameters": {"city": "Paris"}, "name": "weather"}',
+    '{"answer": {"name": "weather", "parameters": {}}}', "{not json}",
+    '<|python_tag|>{"name": "anything", "parameters": {"x": "<|python_tag|>"}}', "<|python_tag|>print(1)",
+    'Text. <|python_tag|>{"name": "weather", "parameters": {}};{"oops"', '{"name": "weather", "parameters": {"city": ',
+)  # fmt: skip
 
 MISTRAL = (
-    "Plain.",
-    '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}]',
+    "Plain.", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}]',
     'Text [TOOL_CALLS][{"name": "a", "arguments": {}}, {"name": "b", "arguments": {"x": "]"}}]',
     '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]b[CALL_ID]abc123def[ARGS]{"x": [1]}',
-    '[TOOL_CALLS]weather{"city": "Paris"}',
-    '[TOOL_CALLS]weather[ARGS]{"city": oops}[TOOL_CALLS]b[ARGS]{}',
-    "[TOOL_CALLS]hello there",
-    "[TOOL_CALLS]",
-    '[TOOL_CALLS][{"name": "a", "arguments": {}}, oops',
-    "[TOOL_CALLS][1, 2]",
-    "[TOOL_CALLS]weather[AR",
-    '[THINK]Hm.[/THINK]So: [TOOL_CALLS]weather[ARGS]{"city"',
-)
+    '[TOOL_CALLS]weather{"city": "Paris"}', '[TOOL_CALLS]weather[ARGS]{"city": oops}[TOOL_CALLS]b[ARGS]{}',
+    "[TOOL_CALLS]hello there", "[TOOL_CALLS]", '[TOOL_CALLS][{"name": "a", "arguments": {}}, oops',
+    "[TOOL_CALLS][1, 2]", "[TOOL_CALLS]weather[AR", '[THINK]Hm.[/THINK]So: [TOOL_CALLS]weather[ARGS]{"city"',
+)  # fmt: skip
 
 GLM45 = (
     f"{THINKING}I call.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n<arg_key>days</arg_key>\n"
@@ -166,14 +146,8 @@ STEP3 = (
 
 LIST = '[{"name": "weather", "arguments": {"city": "Zürich"}}, {"name": "f", "arguments": {"x": [1]}}]'
 LISTS = (
-    f"{LIST}",
-    '[{"name": "f", "arguments": {"x": "a',
-    "[1, 2]",
-    "[]",
-    "[",
-    '{"name": "f", "arguments": {}}',
-    "text",
-)
+    f"{LIST}", '[{"name": "f", "arguments": {"x": "a', "[1, 2]", "[]", "[", '{"name": "f", "arguments": {}}', "text",
+)  # fmt: skip
 
 
 def lists(start: str, end: str = "") -> tuple[str, ...]:
@@ -183,17 +157,9 @@ def lists(start: str, end: str = "") -> tuple[str, ...]:
 
 PYTHONIC = (
     "[weather(city='Zürich', days=3), f(x=[1, {'y': True}], code=\"a\\nb\")]",
-    '[weather(city="a, b)", days=None), clock()] tail',
-    "[f(x=oops, code='it\\'s')]",
-    "[f(x=1",
-    "[f(code='cut",
-    "[f(x",
-    "[weather(city 1)]",
-    "[other(x=1)]",
-    "[1, 2]",
-    "[",
-    "Plain [weather(city='x')].",
-)
+    '[weather(city="a, b)", days=None), clock()] tail', "[f(x=oops, code='it\\'s')]", "[f(x=1", "[f(code='cut", "[f(x",
+    "[weather(city 1)]", "[other(x=1)]", "[1, 2]", "[", "Plain [weather(city='x')].",
+)  # fmt: skip
 
 SAMPLES = {
     "step3": STEP3,

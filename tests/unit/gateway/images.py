@@ -17,15 +17,10 @@ from tests.unit.gateway.fakes import make_bundle, make_info
 from tests.unit.gateway.tokenizer_kinds import bundle_files, byte_level
 
 PREPROCESSOR: dict[str, Any] = {
-    "image_processor_type": "Qwen2VLImageProcessorFast",
-    "processor_class": "Qwen2VLProcessor",
-    "size": {"shortest_edge": 24 * 24, "longest_edge": 120 * 120},
-    "patch_size": 6,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-    "image_mean": [0.48, 0.45, 0.4],
-    "image_std": [0.27, 0.26, 0.28],
-}
+    "image_processor_type": "Qwen2VLImageProcessorFast", "processor_class": "Qwen2VLProcessor",
+    "size": {"shortest_edge": 24 * 24, "longest_edge": 120 * 120}, "patch_size": 6, "merge_size": 2,
+    "temporal_patch_size": 2, "image_mean": [0.48, 0.45, 0.4], "image_std": [0.27, 0.26, 0.28],
+}  # fmt: skip
 IMAGE_INFO = types.ImageInfo(token_id=3, merge_size=2, patch_values=108, channels=3, token_cost=1.0)
 
 

@@ -37,17 +37,11 @@ from svc_common.errors import (
 HELLO = [{"role": "user", "content": "hello"}]
 # Two values of each type that are valid for every supported field of that type.
 EXAMPLES: dict[Kind, tuple[Any, Any]] = {
-    Kind.FLOAT: (0.25, 0.5),
-    Kind.INT32: (1, 2),
-    Kind.UINT32: (1, 2),
-    Kind.UINT64: (1, 2),
-    Kind.BOOL: (False, True),
-    Kind.STRING: ("a", "b"),
-    Kind.STRINGS: (["a"], ["b"]),
-    Kind.TOKEN_IDS: ([1], [2]),
+    Kind.FLOAT: (0.25, 0.5), Kind.INT32: (1, 2), Kind.UINT32: (1, 2), Kind.UINT64: (1, 2), Kind.BOOL: (False, True),
+    Kind.STRING: ("a", "b"), Kind.STRINGS: (["a"], ["b"]), Kind.TOKEN_IDS: ([1], [2]),
     Kind.BIASES: ({"1": 0.5}, {"2": -1}),
     Kind.COUNTS: ({"max_pattern_size": 2, "min_count": 3}, {"max_pattern_size": 4, "min_count": 2}),
-}
+}  # fmt: skip
 # Supported over gRPC only: a body has no field for them.
 WITHOUT_BODY_FIELD = {
     "adapter",  # `model` names it
