@@ -93,7 +93,7 @@ def _check_beams(report: Report, runner: DeviceRunner, prompt: list[int]) -> Non
 def _check_inputs(report: Report, runner: DeviceRunner, prompt: list[int]) -> None:
     """The embeddings of the prompt's tokens, as inputs, give the bits of the tokens."""
     start, count = 3, len(prompt) // 2
-    table = runner._compute._model._embedding
+    table = runner._compute._model.parts.embedding
     rows = table.index_select(0, torch.tensor(prompt[start : start + count], device=table.device)).cpu()
     dtype, data = str(rows.dtype).removeprefix("torch."), bytes(rows.contiguous().view(torch.uint8).numpy())
     item = CarriedInput(
@@ -142,7 +142,7 @@ def blocks(report: Report) -> None:
     _check_moved_row(report, runner, moved)
     _time_plain_copies(report)
     for size in (8,) if report.is_smoke else (16, 64, 256):
-        _time_moves(report, runner._pool, size)
+        _time_moves(report, runner._pool.tensors[0], size)
     _time_steps(report, runner, moved)
 
 

@@ -88,7 +88,7 @@ def test_blocks_behind_the_window_are_not_read(tmp_path):
         num_kept = 1 + -(-6 // 4)  # the block that it writes to, and those that the window reaches
         with torch.inference_mode():
             for block in driver.rows[0].blocks[: (driver.rows[0].computed - 1) // 4 + 1 - num_kept]:
-                runner._pool[:, :, block] = torch.nan
+                runner._pool.tensors[0][:, :, block] = torch.nan
     check_against(load_reference(folder), driver, [0])
 
 

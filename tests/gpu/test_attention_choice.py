@@ -108,10 +108,13 @@ def test_auto_is_triton_without_a_gpu(folder):
     assert load(folder).info.backend == "cuda/triton"
 
 
-def test_head_sizes_without_a_tile_are_refused(tmp_path):
+def test_head_sizes_without_a_tile_are_attended_in_torch(tmp_path):
     make_model(tmp_path, "llama", **(SMALL | HEADS_4_2 | {"head_dim": 8}))
-    with pytest.raises(BackendUnavailableError, match="head_dim 8 is outside 16 to 256"):
-        load(tmp_path)
+    info = load(tmp_path).info
+    assert (info.backend, info.numerics.rpartition(", ")[2]) == ("cuda/torch", "torch for attention")
+    assert "plain torch replaces attention, which is slower: head_dim 8 is outside 16 to 256" in info.degradations
+    with pytest.raises(BackendUnavailableError, match="head_dim 8 is outside 16 to 256; use --kernels auto"):
+        load(tmp_path, kernels="triton")
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("kv_cache_dtype", "fp8")])

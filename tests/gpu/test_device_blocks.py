@@ -63,10 +63,10 @@ def test_a_row_continues_from_moved_blocks_as_from_computed_ones(folder, setting
             wanted = WantedBlock(DIGESTS[number], u32(*known[4 * number : 4 * number + 4]), mine[number])
             filled.append(Filled(mine[number], wanted.tokens, writes.unpack(record.tobytes(), wanted).payload))
     write = writes.blocks.writing(filled)
-    assert not target.runner._pool.any(), "the model thread writes"
+    assert not target.runner._pool.tensors[0].any(), "the model thread writes"
     write()
     for place, block in zip(mine, theirs, strict=True):
-        assert target.runner._pool[:, :, place].equal(source.runner._pool[:, :, block])
+        assert target.runner._pool.tensors[0][:, :, place].equal(source.runner._pool.tensors[0][:, :, block])
     target.open(0, known[:9], seeded(3), output=known[9:], shared=mine)
     target.step({0: len(known) - 16})
     target.decode([0], 6)
@@ -80,7 +80,7 @@ def test_only_the_committed_bytes_are_read(folder):
     blocks, (first, second, *_) = driver.runner.movable_blocks(), driver.rows[0].blocks
     tokens, payload = blocks.read(first, DIGESTS[0])
     assert tokens.tolist() == driver.rows[0].tokens[:4]
-    assert payload.tobytes() == driver.runner._pool[:, :, first].cpu().numpy().tobytes()
+    assert payload.tobytes() == driver.runner._pool.tensors[0][:, :, first].cpu().numpy().tobytes()
     assert blocks.read(first, DIGESTS[1]) is None
     assert blocks.read(driver.runner.info.num_blocks, DIGESTS[0]) is None, "another worker may ask for any number"
     assert blocks.read(driver.rows[0].blocks[4], DIGESTS[4]) is None

@@ -211,7 +211,7 @@ def test_experts_in_fp8_and_in_a_converted_format(folder, tmp_path):
     rounded = DeviceDriver(load(folder, quantize="fp8"))
     for driver in (whole, rounded):
         run_forced(driver)
-    experts = rounded.runner._compute._model.layers[0].feed_forward.experts
+    experts = rounded.runner._compute._model.parts.layers[0].feed_forward.experts
     assert experts.down_weights.steps.dtype is torch.float8_e4m3fn
     assert 0 < worst_error(rounded, whole) < 0.3
     plain = quantize_model(folder, gptq(4, 8))
@@ -227,9 +227,9 @@ def test_stored_fp8_experts(folder):
     found, expected = DeviceDriver(load(folder)), DeviceDriver(load(plain))
     for driver in (found, expected):
         run_forced(driver)
-    experts = found.runner._compute._model.layers[0].feed_forward.experts
+    experts = found.runner._compute._model.parts.layers[0].feed_forward.experts
     assert experts.gate_up_weights.steps.dtype is torch.float8_e4m3fn
-    layer = expected.runner._compute._model.layers[0].feed_forward.experts
+    layer = expected.runner._compute._model.parts.layers[0].feed_forward.experts
     for number, view in enumerate(experts.gate_up):
         assert torch.allclose(view.widened(), layer.gate_up_weights.steps[number], rtol=1e-6)
     assert 0 < worst_error(found, expected) < 0.3

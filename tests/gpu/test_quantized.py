@@ -101,7 +101,7 @@ def test_fp8_weights_are_multiplied_as_they_are_stored(tmp_path, monkeypatch, na
     folder = make_model(tmp_path / "model", "qwen3", **SMALL, **HEADS_4_2)
     plain = quantize_model(folder, FP8[name])
     found = forced(folder, determinism=determinism)
-    layer = found.runner._compute._model.layers[0]
+    layer = found.runner._compute._model.parts.layers[0]
     assert layer.qkv.weight.steps.dtype is layer.feed_forward.down.weight.steps.dtype is torch.float8_e4m3fn
     assert "fp8 weights" in found.runner.info.numerics
     use_rounded_inputs(monkeypatch, GROUPS[name])
@@ -113,8 +113,8 @@ def test_weights_rounded_to_fp8_at_load(tmp_path):
     rounded, whole = forced(folder, quantize="fp8"), forced(folder)
     assert rounded.runner.info.quantize == "fp8"
     assert rounded.runner.info.revision != whole.runner.info.revision
-    layer = rounded.runner._compute._model.layers[1].feed_forward.down
-    assert relative_error(layer.widened(), whole.runner._compute._model.layers[1].feed_forward.down.weight) < 0.04
+    layer = rounded.runner._compute._model.parts.layers[1].feed_forward.down
+    assert relative_error(layer.widened(), whole.runner._compute._model.parts.layers[1].feed_forward.down.weight) < 0.04
     assert 0 < worst_error(rounded, whole) < 0.2
 
 
@@ -127,7 +127,7 @@ def test_devices_without_fp8(tmp_path, monkeypatch):
         load(folder, quantize="fp8")
     quantize_model(folder, FP8["blocks"])
     loaded = load(folder)
-    assert loaded._compute._model.layers[0].qkv.weight.dtype is torch.float32
+    assert loaded._compute._model.parts.layers[0].qkv.weight.dtype is torch.float32
     assert "fp8" not in loaded.info.numerics
 
 
@@ -137,7 +137,7 @@ def test_int8_weights_are_multiplied_as_they_are_stored(tmp_path, kernels):
     folder = make_model(tmp_path / "model", "llama", **SMALL | HEADS_4_2 | {"num_hidden_layers": 1})
     quantize_model(folder, W8A8)
     driver = DeviceDriver(load(folder, determinism="exact", kernels=kernels))
-    layer = driver.runner._compute._model.layers[0]
+    layer = driver.runner._compute._model.parts.layers[0]
     assert layer.qkv.weight.steps.dtype is layer.feed_forward.down.weight.steps.dtype is torch.int8
     assert "int8 weights" in driver.runner.info.numerics
     run_forced(driver)
@@ -151,7 +151,7 @@ def test_weights_rounded_to_int8_at_load(tmp_path):
     rounded, whole = forced(folder, quantize="int8", kernels="torch"), forced(folder, kernels="torch")
     assert (rounded.runner.info.quantize, "int8 weights" in rounded.runner.info.numerics) == ("int8", True)
     assert rounded.runner.info.revision != whole.runner.info.revision
-    layers = [driver.runner._compute._model.layers[1].feed_forward.down for driver in (rounded, whole)]
+    layers = [driver.runner._compute._model.parts.layers[1].feed_forward.down for driver in (rounded, whole)]
     assert relative_error(layers[0].widened(), layers[1].weight) < 0.01
     assert 0 < worst_error(rounded, whole) < 0.05
     experts = make_model(tmp_path / "experts", "mixtral", **SMALL, **HEADS_4_2)
@@ -178,7 +178,7 @@ def test_int4_weights_are_multiplied_as_they_are_stored(tmp_path, name, determin
     folder = make_model(tmp_path / "model", "llama", **(SIZES | {"num_hidden_layers": 1, "attention_bias": True}))
     plain = quantize_model(folder, INT4[name])
     driver = DeviceDriver(load(folder, determinism=determinism))
-    layer = driver.runner._compute._model.layers[0]
+    layer = driver.runner._compute._model.parts.layers[0]
     kept = [layer.o, layer.feed_forward.down]
     # with act-order, layers whose inputs have other groups are converted
     kept += [] if "order" in name else [layer.qkv, layer.feed_forward.gate_up]
@@ -201,7 +201,7 @@ def test_what_an_int4_kernel_does_not_serve_is_converted(tmp_path, monkeypatch):
     folder = make_model(tmp_path / "model", "llama", **(SIZES | {"num_hidden_layers": 1}))
     quantize_model(folder, INT4["awq"])
     loaded = load(folder)
-    assert loaded._compute._model.layers[0].qkv.weight.dtype is torch.float32
+    assert loaded._compute._model.parts.layers[0].qkv.weight.dtype is torch.float32
     assert "int4" not in loaded.info.numerics
     cuda = torch.device("cuda")
     assert not has_int4(torch.float32, cuda)

@@ -96,7 +96,7 @@ def test_errors_of_float16_and_of_an_fp8_cache(qwen3, monkeypatch):
     infos = {name: driver.runner.info for name, driver in drivers.items()}
     assert infos["fp8"].kv_cache_dtype == "fp8"
     assert len({info.revision for info in infos.values()}) == 4
-    assert drivers["fp8"].runner._pool.nbytes * 2 == drivers["float16"].runner._pool.nbytes
+    assert drivers["fp8"].runner._pool.tensors[0].nbytes * 2 == drivers["float16"].runner._pool.tensors[0].nbytes
     errors = {name: worst_error(driver, drivers["float32"]) for name, driver in drivers.items()}
     assert errors["float16"] < 5e-3
     assert errors["fp8"] < 0.06
@@ -208,7 +208,7 @@ def test_bad_rows_fail_alone(qwen3):
     driver.step({0: 20, 1: 4})
     runner = driver.runner
     with torch.inference_mode():
-        runner._pool[:, :, driver.rows[1].blocks[0]] = float("nan")
+        runner._pool.tensors[0][:, :, driver.rows[1].blocks[0]] = float("nan")
     output = driver.step({0: 1, 1: 1})
     assert [(error.row, error.code) for error in output.errors] == [(1, RowErrorCode.NAN)]
     assert output.rows.tolist() == [0]
@@ -222,7 +222,7 @@ def test_bad_rows_fail_alone(qwen3):
 def test_poisoned_blocks_are_never_read(qwen3):
     driver = DeviceDriver(load(qwen3))
     with torch.inference_mode():
-        driver.runner._pool.fill_(float("nan"))
+        driver.runner._pool.tensors[0].fill_(float("nan"))
     run_mixed(driver)
     check_against(load_reference(qwen3), driver, [0, 1, 2])
 
@@ -238,7 +238,7 @@ def test_copied_blocks_have_equal_contents(qwen3):
     driver.step({0: 1})
     driver.add(commit_blocks=u32(target), commit_digests=[b"x" * 16])
     driver.step({0: 1})
-    assert torch.equal(runner._pool[:, :, source], runner._pool[:, :, target])
+    assert torch.equal(runner._pool.tensors[0][:, :, source], runner._pool.tensors[0][:, :, target])
     ((ids, _, tokens),) = runner.committed_blocks()
     assert ids.tolist() == [target]
     assert tokens.tolist() == [prompt]

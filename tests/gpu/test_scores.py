@@ -84,7 +84,7 @@ def test_a_row_with_nan_fails_alone(qwen3):
     driver = DeviceDriver(load(qwen3))
     good, bad = small_prompts([8, 8])
     with torch.inference_mode():
-        driver.runner._compute._model._embedding[bad[3]] = torch.nan
+        driver.runner._compute._model.parts.embedding[bad[3]] = torch.nan
     good = [token if token != bad[3] else 5 for token in good]
     driver.open(0, good, logprobs=1, prompt_logprobs=1)
     driver.open(1, bad, logprobs=1, prompt_logprobs=1)

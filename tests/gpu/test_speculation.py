@@ -82,7 +82,7 @@ def speculating(model_dir, **settings: Any) -> DeviceRunner:
 
 def propose(monkeypatch, answers: list[Answer], right: float) -> None:
     """Let the device propose the first samples of these answers, some of them changed."""
-    known = {tuple(prompt): answers[i].token_ids for i, prompt in enumerate(prompts())}
+    known = {tuple(prompt): answer.token_ids for prompt, answer in zip(prompts(), answers, strict=False)}
     rng = np.random.default_rng(1)
 
     def suffix(lines: Any, state: torch.Tensor, tables: Any) -> None:
@@ -117,6 +117,17 @@ def test_suffixes_and_preemption_give_the_same_answers(model_dir, plain):
     runner = speculating(model_dir, kernels="torch", num_blocks=44, max_num_batched_tokens=24)
     assert answers_of(runner, 3) == plain
     assert runner.draft_counts.accepted.sum() > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("falcon_h1", marks=pytest.mark.deep)])
+def test_states_within_drafts_give_the_same_answers(tmp_path, monkeypatch, name):
+    folder = make_model(tmp_path, name, vocab_size=97)
+    plain = answers_of(load(folder, kernels="torch", **ROOM), 1, count=4)
+    propose(monkeypatch, plain, 0.7)
+    runner = speculating(folder, kernels="torch")
+    assert answers_of(runner, 2, count=4) == plain
+    assert runner.draft_counts.accepted.sum() > 5
+    assert runner.info.degradations[-1].startswith("no step is launched ahead")
 
 
 @pytest.mark.parametrize("plant", ["accept all", "rows are not taken back"])

@@ -15,13 +15,16 @@ import worker_svc.engine
 from tests.gpu.driver import DeviceDriver, load
 from tests.gpu.test_runner import HEADS_4_2, MODELS, SMALL, run_forced, run_mixed, worst_error
 from tests.unit.engine.driver import Driver
-from tests.unit.engine.models import load_reference, make_model
+from tests.unit.engine.models import RECURRENT, load_reference, make_config, make_model
 from tests.unit.engine.test_engine_models import check_against
 from worker_svc.engine.backend import BackendUnavailableError, NoDeviceError
 from worker_svc.engine.config import EngineConfig
+from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.engines import load_runner
+from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels import language
-from worker_svc.engine.gpu.start.setup import Degradations, usable_kernels
+from worker_svc.engine.gpu.layers.weights import shard_config
+from worker_svc.engine.gpu.start.setup import Degradations, kernels_in_torch, usable_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +44,72 @@ def test_mixed_batches_match_transformers(tmp_path, name, determinism):
     driver = DeviceDriver(load(folder, kernels="torch", **settings))
     run_mixed(driver)
     check_against(load_reference(folder), driver, [0, 1, 2])
+
+
+# Families with parts that no kernel computes; those in EVERY_PART have all of them
+FAMILIES = (
+    *RECURRENT, "deepseek_v2", "deepseek_v3", "youtu", "glm4_moe_lite", "gemma3n", "gemma4", "gemma4_moe", "hunyuan",
+    "llama4",
+)  # fmt: skip
+EVERY_PART = ("qwen3_5_moe", "falcon_h1", "nemotron_h", "lfm2", "deepseek_v3", "gemma3n", "gemma4_moe", "llama4")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [
+    *(pytest.param(name, "float32", marks=() if name in EVERY_PART else pytest.mark.deep) for name in FAMILIES),
+    *(pytest.param(name, "bfloat16", marks=pytest.mark.deep) for name in FAMILIES),
+])  # fmt: skip
+def test_bits_of_every_family_are_the_same_alone_in_chunks_and_computed_again(tmp_path, name, dtype):
+    folder = make_model(tmp_path, name, vocab_size=97, seed=1)
+    runner = load(folder, kernels="torch", determinism="exact", dtype=dtype)
+    crowd = DeviceDriver(runner)
+    run_mixed(crowd)
+    if dtype == "float32":
+        check_against(load_reference(folder), crowd, [0, 1, 2])
+    runner.reset_rows()
+    alone = DeviceDriver(runner)
+    for row, state in crowd.rows.items():
+        prompt, output = state.tokens[: state.prompt_len], state.output
+        alone.open(row, prompt)
+        alone.prefill(row, 5)
+        alone.decode([row], len(output) - 1)
+        assert alone.close(row).output == output
+        alone.open(row, prompt, output=output[:-1])  # it was preempted
+        alone.logits[row, -1] = alone.logits.pop((row, len(state.tokens) - 1))
+        alone.prefill(row, 4)
+        assert torch.equal(alone.logits[row, len(state.tokens) - 1], alone.logits.pop((row, -1)))
+        alone.close(row)
+    assert alone.errors == []
+    assert all(torch.equal(alone.logits[key], logits) for key, logits in crowd.logits.items())
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in ("qwen3_next", "gemma4") else pytest.mark.deep) for name in FAMILIES
+])  # fmt: skip
+def test_every_family_matches_transformers_in_best_effort(tmp_path, name):
+    folder = make_model(tmp_path, name, vocab_size=97, seed=1)
+    driver = DeviceDriver(load(folder, kernels="torch"))
+    run_mixed(driver)
+    check_against(load_reference(folder), driver, [0, 1, 2])
+
+
+@pytest.mark.parametrize(("name", "kernels", "reason"), [
+    ("hunyuan", ["rope_store"], "norms of queries and keys after the rotation"),
+    ("llama4", ["attention", "rope_store", "experts"], "chunks of attention"),
+    ("nemotron_h", ["experts"], "experts without gate"),
+    ("youtu", ["attention"], "latent attention (MLA)"),
+])  # fmt: skip
+def test_a_part_without_a_kernel_runs_in_torch_and_is_named(name, kernels, reason):
+    model, noted = parse_config(make_config(name)), Degradations()
+    assert set(kernels_in_torch(model, "auto", noted)) == set(kernels)
+    assert f"plain torch replaces {kernels[0]}, which is slower: the model has {reason}" in noted
+    with pytest.raises(BackendUnavailableError, match=r"Triton has no form of .*; use --kernels auto"):
+        kernels_in_torch(model, "triton", noted)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "youtu", "gemma4"])
+def test_models_that_are_not_divided_are_refused_by_name(name):
+    with pytest.raises(BackendUnavailableError, match="cannot be divided among GPUs; use tensor_parallel_size 1"):
+        shard_config(parse_config(make_config(name)), Group(0, 2))
 
 
 def test_bfloat16_is_as_close_to_transformers_as_its_roundings(tmp_path):

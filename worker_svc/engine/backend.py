@@ -312,6 +312,10 @@ class ExpertLinears:
     # float32 [num_experts] of the shares, after that of `Routing`
     scales: torch.Tensor | None = field(default=None, kw_only=True)
 
+    def pair(self, number: int) -> tuple[Linear, Linear] | None:
+        """The linear layers of an expert; None: another rank has them."""
+        return self.gate_up[number], self.down[number]
+
 
 @dataclass(frozen=True, slots=True)
 class RecurrentWeights:
@@ -431,7 +435,30 @@ class LinearMaker(Protocol):
         """Prepares a weight [out, in]. Without `copies_weights` the result may refer to it, so it must not change."""
 
 
-class LayerBackend(LinearMaker, Protocol):
+class RowOperations(Protocol):
+    """Operations on each row of a tensor."""
+
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor) -> None:
+        """x [n, dim] += residual (if any), out = norm of x, or x if there is no norm. `out` may be x."""
+
+    def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
+        """out [n, dim] = activation(gate) * up, for gate_up [n, 2 * dim]. `clamped_swiglu`: that of GPT-OSS."""
+
+    def activation(self, x: torch.Tensor, activation: str) -> None:
+        """x [n, dim] = activation(x)."""
+
+
+class DecoderRowOperations(RowOperations, Protocol):
+    """Operations on each row that only decoders need."""
+
+    def gate_outputs(self, out: torch.Tensor, gate: torch.Tensor) -> None:
+        """out [n, dim] *= sigmoid(gate), rounded once."""
+
+    def soft_cap(self, x: torch.Tensor, cap: float) -> None:
+        """x = cap * tanh(x / cap)."""
+
+
+class LayerBackend(LinearMaker, RowOperations, Protocol):
     """Operations of the layers of encoders, encoder-decoders and towers. Tensors are contiguous and have the engine's
     dtype unless stated otherwise. The columns of batches are in host memory.
 
@@ -443,9 +470,6 @@ class LayerBackend(LinearMaker, Protocol):
     arithmetic: str  # identifies everything its rounding depends on; part of `numerics`
     device: torch.device  # of weights and results
     is_batched: bool  # False: rows, and the tokens of a decoder, must be computed one by one to be independent
-
-    def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor) -> None:
-        """x [n, dim] += residual (if any), out = norm of x, or x if there is no norm. `out` may be x."""
 
     def qk_norm_rope_store(
         self,
@@ -465,17 +489,11 @@ class LayerBackend(LinearMaker, Protocol):
     ) -> None:
         """Attention of q [T, q_heads, dim] over each row's table, into out of the same shape."""
 
-    def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
-        """out [n, dim] = activation(gate) * up, for gate_up [n, 2 * dim]. `clamped_swiglu`: that of GPT-OSS."""
-
-    def activation(self, x: torch.Tensor, activation: str) -> None:
-        """x [n, dim] = activation(x)."""
-
     def copy_blocks(self, pool: torch.Tensor, src: I64, dst: I64) -> None:
         """Copies blocks of pool [layers, num_blocks, ...] in all layers, in the given order."""
 
 
-class Backend(LayerBackend, Protocol):
+class Backend(LayerBackend, DecoderRowOperations, Protocol):
     """Operations of the decoder, in host memory."""
 
     formats: set[str]  # of weights that are multiplied in 4 bits; part of `numerics`
@@ -495,9 +513,6 @@ class Backend(LayerBackend, Protocol):
     ) -> None:
         """y [n, out] += what each adapter adds to its rows of x [n, in] at one site: b(a(x)), rounded after a, and once
         more with y. No row has two adapters."""
-
-    def gate_outputs(self, out: torch.Tensor, gate: torch.Tensor) -> None:
-        """out [n, dim] *= sigmoid(gate), rounded once."""
 
     def recurrent(
         self, weights: RecurrentWeights, states: StatePool, index: int, batch: ForwardBatch, projected: torch.Tensor
@@ -536,9 +551,6 @@ class Backend(LayerBackend, Protocol):
     ) -> None:
         """out [n, dim] = the sum of the outputs of each token's experts times their shares, in the order of `Routing`,
         for router_logits [n, num_logits]."""
-
-    def soft_cap(self, x: torch.Tensor, cap: float) -> None:
-        """x = cap * tanh(x / cap)."""
 
     def process_logits(self, logits: torch.Tensor, selected: Any) -> None:
         """Changes float32 logits [S, vocab] in place, of the `ProcessedRows` that processors.py selects, as it says."""

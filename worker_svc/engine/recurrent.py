@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import xxhash
@@ -24,8 +24,12 @@ import xxhash
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, size_of
 from worker_svc.engine.kernels.memory import lazy_zeros
 
+if TYPE_CHECKING:
+    from worker_svc.engine.config import EngineConfig
+
 RecurrenceKind = Literal["gated_delta", "mamba2", "short_conv"]
 
+ROWS_WITH_DRAFTS = 2  # whose states within drafts are kept in a step, if all drafts are computed
 LANES = 16  # columns of a state are padded to whole vectors
 
 
@@ -161,8 +165,14 @@ class StatePool:
     """
 
     def __init__(
-        self, layers: Sequence[Recurrence | None], num_rows: int, num_snapshots: int, num_drafts: int = 0
+        self,
+        layers: Sequence[Recurrence | None],
+        num_rows: int,
+        num_snapshots: int,
+        num_drafts: int = 0,
+        device: torch.device | None = None,
     ) -> None:
+        """`device` None: the pool is in host memory."""
         self.num_rows, self.num_snapshots, self.num_drafts = num_rows, num_snapshots, num_drafts
         self.layers = list(layers)
         self._starts: list[int] = []
@@ -170,7 +180,22 @@ class StatePool:
         for layer in layers:
             self._starts.append(size)
             size += 0 if layer is None else layer.num_floats
-        self.slots = _lazy_floats(num_rows + num_snapshots + num_drafts, size)  # [slots, floats]
+        self.padding = num_rows + num_snapshots + num_drafts  # a slot of rows that are none
+        if device is None or device.type == "cpu":
+            self.slots = _lazy_floats(self.padding + 1, size)  # [slots, floats]
+        else:
+            self.slots = torch.zeros(self.padding + 1, size, device=device)
+
+    @classmethod
+    def of_model(
+        cls, layers: Sequence[Recurrence | None], config: EngineConfig, device: torch.device | None = None
+    ) -> StatePool | None:
+        """The pool of a worker; None: no layer is recurrent. Raises ValueError if there is too little memory."""
+        size = cls.bytes_per_slot(layers)
+        if not size:
+            return None
+        num_drafts = 0 if config.speculate is None else ROWS_WITH_DRAFTS * config.max_drafts
+        return cls(layers, config.max_num_seqs, config.snapshot_memory // size, num_drafts, device)
 
     @staticmethod
     def bytes_per_slot(layers: Sequence[Recurrence | None]) -> int:

@@ -9,7 +9,6 @@ import pytest
 from tests.unit.engine.models import ARCHITECTURES, make_config
 from worker_svc.check_model import check_config
 from worker_svc.engine.checkpoint.families import architecture_of
-from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.field_types import LIMITS, TYPE_OF
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.decoder.parse import parse_config
@@ -166,12 +165,3 @@ def test_rotations_of_layer_types_apply_before_fields_beside_them():
 def test_a_value_that_another_model_computes_is_refused(architecture, fields, message):
     with pytest.raises(CheckpointError, match=message):
         parse_config(make_config(architecture) | fields)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "part"),
-    [("gemma3n", "several residual streams"), ("gemma4_moe", "experts beside a dense feed-forward part")],
-)
-def test_a_device_refuses_parts_of_gemma_by_name(architecture, part):
-    with pytest.raises(CheckpointError, match=rf"{part}.* which backend cuda does not compute; use --backend cpu"):
-        check_features(parse_config(make_config(architecture)).features(), "cuda")

@@ -11,12 +11,14 @@ import pytest
 from prefix_index.hashing import state_id
 from step_protocol.features import TakenSnapshots
 from step_protocol.messages import NO_RULES, BadBatchError
+from tests.gpu.driver import DeviceDriver
 from tests.unit.engine.driver import Driver, seeded, u32
 from tests.unit.engine.models import RECURRENT, load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against, load, prompts
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, decoder_config
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.parse import parse_config
+from worker_svc.engine.gpu.runner import DeviceRunner
 from worker_svc.engine.model_runner import ModelRunner
 from worker_svc.engine.recurrent import StatePool
 from worker_svc.engine.rows.states import RowStates
@@ -34,12 +36,25 @@ def model_dir(request, tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("recurrent"), request.param)
 
 
-def load_small(folder, **settings):
+@pytest.fixture(params=["cpu", "cuda"])
+def start(request, model_dir):
+    """Makes a driver of an engine; that of GPUs runs in torch on a CPU."""
+    on_device = {"backend": "cuda", "kernels": "torch"}
+
+    def make(**settings) -> Driver:
+        if request.param == "cpu":
+            return Driver(load_small(model_dir, **settings))
+        return DeviceDriver(load_small(model_dir, DeviceRunner, **(on_device | settings)))
+
+    return make
+
+
+def load_small(folder, make=ModelRunner, **settings):
     """A runner with NUM_SNAPSHOTS snapshots."""
     config = parse_config(decoder_config(json.loads((folder / "config.json").read_text())))
     memory = NUM_SNAPSHOTS * StatePool.bytes_per_slot(config.recurrences)
     fields = {"max_num_seqs": 4, "num_blocks": 200, "block_size": BLOCK, "threads": 1, "dtype": "float32"} | settings
-    return ModelRunner(EngineConfig(folder, snapshot_memory=memory, **fields))
+    return make(EngineConfig(folder, snapshot_memory=memory, **fields))
 
 
 def states(runner) -> RowStates:
@@ -47,7 +62,7 @@ def states(runner) -> RowStates:
 
 
 def state_of(driver: Driver, row: int) -> bytes:
-    return driver.runner._pool.states.slots[row].numpy().tobytes()
+    return states(driver.runner)._pool.slots[row].numpy().tobytes()
 
 
 def take(driver: Driver, *taken: tuple[int, int, int]) -> None:
@@ -72,9 +87,9 @@ def test_mixed_batches_match_transformers(tmp_path, name, backend):
     check_against(load_reference(model_dir), driver, [0, 1, 2, 3])
 
 
-def alone(folder, prompt, num_tokens, sampling, **settings) -> tuple[list[int], dict[int, bytes]]:
+def alone(start, prompt, num_tokens, sampling, **settings) -> tuple[list[int], dict[int, bytes]]:
     """The tokens of a row that runs alone, and its state after each position that a step ends at: all of them."""
-    driver = Driver(load_small(folder, **settings))
+    driver = start(**settings)
     driver.open(0, prompt, sampling)
     found = {}
     while len(driver.rows[0].tokens) < num_tokens:
@@ -85,13 +100,13 @@ def alone(folder, prompt, num_tokens, sampling, **settings) -> tuple[list[int], 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1, 12))])
-def test_a_state_is_a_function_of_its_tokens(model_dir, seed, dtype):
+def test_a_state_is_a_function_of_its_tokens(start, seed, dtype):
     """Random chunks, batch mates, threads, preemption and hits from snapshots give the bytes of the undisturbed run."""
     rng = np.random.default_rng(seed)
     prompt, *others = prompts([61, 30, 45], seed=seed)
     end, sampling = 85, seeded(seed)
-    tokens, expected = alone(model_dir, prompt, end, sampling, dtype=dtype)
-    driver = Driver(load_small(model_dir, dtype=dtype, threads=1 + seed % 2))
+    tokens, expected = alone(start, prompt, end, sampling, dtype=dtype)
+    driver = start(dtype=dtype, threads=1 + seed % 2)
     for row, other in enumerate(others, 1):
         driver.open(row, other, seeded(9 + row))
     driver.open(0, prompt, sampling)
@@ -118,8 +133,8 @@ def test_a_state_is_a_function_of_its_tokens(model_dir, seed, dtype):
     assert driver.rows[0].tokens == tokens
 
 
-def test_samples_and_beams_continue_from_copies(model_dir):
-    driver = Driver(load_small(model_dir))
+def test_samples_and_beams_continue_from_copies(start):
+    driver = start()
     (prompt,) = prompts([2 * BLOCK])
     driver.open(0, prompt, seeded(1), num_candidates=3)
     driver.fork(1, 0, seeded(2), sample_index=1, rules=NO_RULES)
@@ -127,14 +142,14 @@ def test_samples_and_beams_continue_from_copies(model_dir):
     assert state_of(driver, 1) == state_of(driver, 0)
     driver.decode([0, 1], 3)
     tokens, expected = driver.rows[1].tokens, state_of(driver, 1)
-    again = Driver(load_small(model_dir))
+    again = start()
     again.open(0, prompt, seeded(2), output=tokens[len(prompt) : -1])
     again.prefill(0, 5)
     assert state_of(again, 0) == expected
 
 
-def test_states_at_another_position_are_refused(model_dir):
-    driver = Driver(load_small(model_dir))
+def test_states_at_another_position_are_refused(start):
+    driver = start()
     prompt, other = prompts([3 * BLOCK + 1, 3 * BLOCK + 1])
     driver.open(0, prompt)
     take(driver, (0, 2 * BLOCK, 1))
@@ -157,15 +172,15 @@ def test_states_at_another_position_are_refused(model_dir):
         driver.step({})
 
 
-def test_a_reused_row_starts_from_nothing(model_dir):
-    driver = Driver(load_small(model_dir))
+def test_a_reused_row_starts_from_nothing(start):
+    driver = start()
     first, second = prompts([20, 13])
     driver.open(0, first)
     driver.prefill(0)
     driver.close(0)
     driver.open(0, second)
     driver.prefill(0, 4)
-    fresh = Driver(load_small(model_dir))
+    fresh = start()
     fresh.open(0, second)
     fresh.prefill(0)
     assert state_of(driver, 0) == state_of(fresh, 0)

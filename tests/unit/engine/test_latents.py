@@ -13,7 +13,6 @@ from tests.unit.engine.driver import Driver
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against, load, prompts
 from worker_svc.engine.backend import ForwardBatch, KVLayout, LatentShape, Norm
-from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.cpu.backend import make_backend
@@ -210,9 +209,3 @@ def test_what_is_not_computed_is_refused_by_field(tmp_path, fields, message):
     config = Checkpoint(make_model(tmp_path, "deepseek_v3")).config
     with pytest.raises(CheckpointError, match=message):
         parse_config(config | fields)
-
-
-def test_cuda_refuses_latent_attention_by_name(tmp_path):
-    config = parse_config(Checkpoint(make_model(tmp_path, "glm4_moe_lite")).config)
-    with pytest.raises(CheckpointError, match=r"latent attention \(MLA\)"):
-        check_features(config.features(), "cuda")

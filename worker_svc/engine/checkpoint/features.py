@@ -38,6 +38,7 @@ FEATURES = {
     "relu2": "squared ReLU",
     "clamped_swiglu": "clamped SwiGLU",
     "expert_biases": "biases of experts",
+    "plain_experts": "experts without gate",
     "scaled_inputs": "experts whose inputs are scaled",
     "attention_scale": "a scale of attention scores other than head_dim^-0.5",
     "quantized_weights": "quantized weights",
@@ -49,41 +50,17 @@ FEATURES = {
     "output_gate": "a gate of attention outputs",
     "adapters": "LoRA adapters",
 }
-REFERENCE = frozenset(FEATURES)
-CPU = REFERENCE
-CUDA = frozenset(
-    {
-        "adapters",
-        "attention_scale",
-        "clamped_swiglu",
-        "cross_attention",
-        "embedding_scale",
-        "encoder",
-        "expert_biases",
-        "expert_scores",
-        "experts",
-        "images",
-        "interleaved_rotary",
-        "layer_norm",
-        "learned_positions",
-        "multipliers",
-        "no_logits",
-        "offset_norm",
-        "output_norms",
-        "parallel",
-        "partial_rotary",
-        "plain_feed_forward",
-        "quantized_weights",
-        "query_scales",
-        "relu2",
-        "shared_experts",
-        "sinks",
-        "sliding_window",
-        "soft_caps",
-        "wide_qk_norm",
-    }
-)
-OF_BACKEND = {"cpu": CPU, "cuda": CUDA, "reference": REFERENCE}
+# Parts that no kernel of Triton computes, and the kernels that run in plain torch then.
+IN_TORCH = {
+    "chunks": ("attention",),
+    "kv_layouts": ("attention",),
+    "late_qk_norm": ("rope_store",),
+    "latents": ("attention",),
+    "odd_heads": ("attention", "rope_store"),
+    "plain_experts": ("experts",),
+    "scaled_inputs": ("experts",),
+}
+OF_BACKEND = dict.fromkeys(("cpu", "cuda", "reference"), frozenset(FEATURES))
 
 
 def features_of(architecture: Architecture) -> set[str]:
@@ -93,6 +70,7 @@ def features_of(architecture: Architecture) -> set[str]:
         "experts": experts is not None,
         "expert_scores": experts is not None and (experts.has_correction or experts.scores != "softmax"),
         "shared_experts": experts is not None and experts.shared != "none",
+        "plain_experts": experts is not None and not architecture.is_gated,
         "scaled_inputs": experts is not None and experts.scales_inputs,
         "expert_biases": architecture.has_expert_bias,
         "sinks": bool(names.sinks),

@@ -49,7 +49,7 @@ from worker_svc.engine.recurrent import StatePool
 from worker_svc.engine.sampling.processors import ProcessedRows
 
 if TYPE_CHECKING:
-    from worker_svc.engine.decoder.model import DecoderParts
+    from worker_svc.engine.decoder.operations import DecoderParts
     from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 
 logger = logging.getLogger(__name__)

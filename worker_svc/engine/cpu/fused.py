@@ -35,7 +35,7 @@ from worker_svc.engine.kernels.binding import Struct, array, struct
 from worker_svc.engine.kernels.linear import LINEAR_STRUCT, PANEL, KernelLinear, linear_struct, linear_structs
 
 if TYPE_CHECKING:
-    from worker_svc.engine.decoder.model import DecoderParts
+    from worker_svc.engine.decoder.operations import DecoderParts
     from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 
 EXPERTS_STRUCT, LATENTS_STRUCT, LATENT_SHAPE = struct("Experts"), struct("Latents"), struct("LatentShape")

@@ -101,17 +101,11 @@ class ReferenceBackend:
         q_out: torch.Tensor,
         shape: HeadShape,
     ) -> None:
-        heads = [shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads]
-        q, k, v = torch.split(qkv.view(len(batch.positions), -1, shape.head_dim), heads, dim=1)
-        q_norm, k_norm = norms or (None, None)
-        positions = torch.from_numpy(batch.positions).long()
-        q, k = _norm_rotate(q, q_norm, rotary, positions), _norm_rotate(k, k_norm, rotary, positions)
-        if rotary is not None and rotary.q_scales is not None:
-            q = q.float() * rotary.q_scales[positions][:, None, None]
+        q, k, v = torch_ops.split_heads(qkv, norms, rotary, torch.from_numpy(batch.positions), shape)
         q_out.copy_(q)
         slots, block_size = torch.from_numpy(batch.slots), cache[0].shape[-1]
         blocks, offsets = slots // block_size, slots % block_size
-        cache[0][blocks, :, :, offsets] = k.to(qkv.dtype)
+        cache[0][blocks, :, :, offsets] = k
         cache[1][blocks, :, offsets] = v
 
     def paged_attention(
@@ -133,8 +127,10 @@ class ReferenceBackend:
     def recurrent(
         self, weights: RecurrentWeights, states: StatePool, index: int, batch: ForwardBatch, projected: torch.Tensor
     ) -> torch.Tensor:
-        spec = states.spec(index)
-        return recurrent.recurrent(spec, weights, states.layer(index), batch, projected)
+        rows = batch.rows.tolist(), batch.query_starts, batch.context_lens
+        return recurrent.advance(
+            states.spec(index), weights, states.layer(index), rows, recurrent.taken(batch), projected
+        )
 
     def latent_rope_store(
         self,
@@ -147,14 +143,8 @@ class ReferenceBackend:
         q_out: torch.Tensor,
         shape: LatentShape,
     ) -> None:
-        positions, used = torch.from_numpy(batch.positions).long(), shape.rank + shape.rope_dim
-        rows = latents.new_zeros(len(latents), shape.width)
-        rows[:, : shape.rank] = torch_ops.normed(latents[:, : shape.rank], norm)
-        rows[:, shape.rank : used] = _rotate(_paired(latents[:, None, shape.rank :], shape), rotary, positions)[:, 0]
-        cache.view(-1, shape.width)[torch.from_numpy(batch.slots)] = rows
-        rotated = _paired(q.reshape(len(q), shape.num_heads, -1)[..., shape.key_dim :], shape)
-        q_out[..., shape.rank : used] = _rotate(rotated, rotary, positions)
-        q_out[..., used:] = 0
+        positions, slots = torch.from_numpy(batch.positions).long(), torch.from_numpy(batch.slots)
+        torch_ops.latent_rope_store(q, latents, norm, rotary, positions, slots, cache, q_out, shape)
 
     def latent_attention(
         self,
@@ -219,42 +209,6 @@ class ReferenceBackend:
         for i, row in enumerate(rows):
             found[i] = filtered(row, sampling_params({name: column[i] for name, column in given.items()}))
         return torch.from_numpy(found), (found > -np.inf).sum(axis=1, dtype=np.uint32)
-
-
-def _norm_rotate(
-    x: torch.Tensor, norm: Norm | None, rotary: RotaryTable | None, positions: torch.Tensor
-) -> torch.Tensor:
-    """x [T, heads, dim] after norm and rotation, in the dtype of x."""
-    if rotary is None:
-        return _head_norm(x, norm)
-    if rotary.is_first:
-        return _head_norm(_rotate(x, rotary, positions).to(x.dtype), norm)
-    return _rotate(_head_norm(x, norm), rotary, positions).to(x.dtype)
-
-
-def _head_norm(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-    """x [T, heads, dim] with a norm of each head, or of all heads together if the norm is that wide."""
-    if norm is None:
-        return x
-    return torch_ops.normed(x.reshape(len(x), -1, len(norm.weight)), norm).view(x.shape)
-
-
-def _rotate(x: torch.Tensor, rotary: RotaryTable, positions: torch.Tensor) -> torch.Tensor:
-    cos, sin = rotary.cos[positions][:, None], rotary.sin[positions][:, None]
-    rest = 2 * cos.shape[-1]
-    rotated = x[..., :rest].float()
-    if rotary.is_interleaved:
-        a, b = rotated[..., ::2], rotated[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    else:
-        a, b = rotated.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return torch.cat((turned, x[..., rest:].float()), dim=-1)
-
-
-def _paired(x: torch.Tensor, shape: LatentShape) -> torch.Tensor:
-    """x with the two numbers of each rotated pair in its two halves."""
-    return torch.cat((x[..., ::2], x[..., 1::2]), -1) if shape.is_interleaved else x
 
 
 def _key_lens(batch: ForwardBatch) -> npt.NDArray[np.int32]:

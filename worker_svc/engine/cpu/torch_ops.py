@@ -1,12 +1,13 @@
-"""Operations of the decoder in torch that both CPU backends use. Their result for a row depends on nothing else."""
+"""Operations of the decoder in torch, on any device. Their result for a row depends on nothing else."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from worker_svc.engine.backend import ExpertLinears, Norm, Routing
+from worker_svc.engine.backend import ExpertLinears, HeadShape, LatentShape, Norm, RotaryTable, Routing
 from worker_svc.engine.kernels import exact_ops
 
 SMALLEST_SUM = 1e-20  # added to sums of shares, which may be 0 in float32
@@ -44,15 +45,17 @@ def experts(
     shares, chosen = route(router_logits, routing, experts.correction)
     if experts.scales is not None:
         shares = shares * experts.scales[chosen]
-    terms = x.new_empty(*chosen.shape, out.shape[1])
+    terms = x.new_zeros(*chosen.shape, out.shape[1])
     for expert in sorted(set(chosen.flatten().tolist())):
+        if (linears := experts.pair(expert)) is None:
+            continue
         rows, ranks = (chosen == expert).nonzero(as_tuple=True)
         given = x[rows]
         if routing.scales_inputs:
             given = (given.float() * shares[rows, ranks, None]).to(x.dtype)
-        up = activated(backend, experts.gate_up[expert](given), activation, is_gated=experts.is_gated)
-        terms[rows, ranks] = experts.down[expert](up)
-    total = torch.zeros(out.shape)
+        up = activated(backend, linears[0](given), activation, is_gated=experts.is_gated)
+        terms[rows, ranks] = linears[1](up)
+    total = torch.zeros(out.shape, device=x.device)
     for rank in range(routing.num_used):
         term = terms[:, rank].float()
         total += term if routing.scales_inputs else term * shares[:, rank, None]
@@ -65,7 +68,8 @@ def route(
     """Shares, float32 [n, num_used], and indices [n, num_used] of the experts of each token; see `Routing`."""
     logits = router_logits.float()[:, : routing.num_experts]
     scores = sigmoid(logits) if routing.is_sigmoid else exact_ops.exp(logits - logits.amax(-1, keepdim=True))
-    total = torch.ones(len(logits), 1) if routing.is_sigmoid else exact_ops.ordered_sum(scores)
+    ones = torch.ones(len(logits), 1, device=logits.device)
+    total = ones if routing.is_sigmoid else exact_ops.ordered_sum(scores)
     keys = scores if correction is None else scores / total + correction
     keys = in_top_groups(keys, routing)
     chosen = torch.sort(keys, dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
@@ -73,7 +77,7 @@ def route(
     shares = top / (exact_ops.ordered_sum(top) + SMALLEST_SUM if routing.is_normalized else total) * routing.scale
     if routing.shared == "none":
         return shares, chosen
-    shared = sigmoid(router_logits[:, -1:].float()) if routing.shared == "gated" else torch.ones(len(logits), 1)
+    shared = sigmoid(router_logits[:, -1:].float()) if routing.shared == "gated" else ones
     last = torch.full_like(chosen[:, :1], routing.num_experts)
     return torch.cat((shares, shared), 1), torch.cat((chosen, last), 1)
 
@@ -149,3 +153,81 @@ def softplus(x: torch.Tensor) -> torch.Tensor:
     for odd in (15, 13, 11, 9, 7, 5, 3):
         total = total * square + 1 / odd
     return x.clamp_min(0.0) + 2.0 * (total * square * z + z)
+
+
+Normed = Callable[[torch.Tensor, Norm | None], torch.Tensor]
+
+
+def split_heads(
+    qkv: torch.Tensor,
+    norms: tuple[Norm, Norm] | None,
+    rotary: RotaryTable | None,
+    positions: torch.Tensor,
+    shape: HeadShape,
+    norm_of: Normed = normed,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v [T, heads, dim] of qkv [T, heads * dim] as attention reads them."""
+    heads = [shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads]
+    q, k, v = torch.split(qkv.view(len(positions), -1, shape.head_dim), heads, dim=1)
+    q_norm, k_norm = norms or (None, None)
+    positions = positions.long()
+    q, k = (_norm_rotate(x, norm, rotary, positions, norm_of) for x, norm in ((q, q_norm), (k, k_norm)))
+    if rotary is not None and rotary.q_scales is not None:
+        q = (q.float() * rotary.q_scales[positions][:, None, None]).to(q.dtype)
+    return q, k, v
+
+
+def _norm_rotate(
+    x: torch.Tensor, norm: Norm | None, rotary: RotaryTable | None, positions: torch.Tensor, norm_of: Normed
+) -> torch.Tensor:
+    """x [T, heads, dim] after norm and rotation, in the dtype of x."""
+
+    def head_norm(x: torch.Tensor) -> torch.Tensor:  # a wide norm is one of all heads together
+        return x if norm is None else norm_of(x.reshape(len(x), -1, len(norm.weight)), norm).view(x.shape)
+
+    if rotary is None:
+        return head_norm(x)
+    if rotary.is_first:
+        return head_norm(rotate(x, rotary, positions).to(x.dtype))
+    return rotate(head_norm(x), rotary, positions).to(x.dtype)
+
+
+def rotate(x: torch.Tensor, rotary: RotaryTable, positions: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, dim] rotated, in float32."""
+    cos, sin = rotary.cos[positions][:, None], rotary.sin[positions][:, None]
+    rest = 2 * cos.shape[-1]
+    rotated = x[..., :rest].float()
+    if rotary.is_interleaved:
+        a, b = rotated[..., ::2], rotated[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = rotated.chunk(2, dim=-1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((turned, x[..., rest:].float()), dim=-1)
+
+
+def latent_rope_store(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    norm: Norm,
+    rotary: RotaryTable,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    q_out: torch.Tensor,
+    shape: LatentShape,
+) -> None:
+    """`Backend.latent_rope_store`. Tokens of slot -1 are not stored."""
+    used, is_stored = shape.rank + shape.rope_dim, slots >= 0
+    rows = latents.new_zeros(len(latents), shape.width)
+    rows[:, : shape.rank] = normed(latents[:, : shape.rank], norm)
+    rows[:, shape.rank : used] = rotate(_paired(latents[:, None, shape.rank :], shape), rotary, positions)[:, 0]
+    cache.view(-1, shape.width)[slots[is_stored].long()] = rows[is_stored]
+    rotated = _paired(q.reshape(len(q), shape.num_heads, -1)[..., shape.key_dim :], shape)
+    q_out[..., shape.rank : used] = rotate(rotated, rotary, positions)
+    q_out[..., used:] = 0
+
+
+def _paired(x: torch.Tensor, shape: LatentShape) -> torch.Tensor:
+    """x with the two numbers of each rotated pair in its two halves."""
+    return torch.cat((x[..., ::2], x[..., 1::2]), -1) if shape.is_interleaved else x

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -11,47 +11,20 @@ import torch
 
 from step_protocol.columns import I64
 from worker_svc.engine.backend import (
-    SITES,
-    AttentionShape,
     Backend,
     ForwardBatch,
+    HeadShape,
     LatentAttention,
-    Linear,
-    Norm,
+    LatentShape,
     RecurrentWeights,
-    RotaryTable,
 )
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.forward import compute_layers
-from worker_svc.engine.decoder.layer import Layer, RoutedExperts
-from worker_svc.engine.decoder.per_layer import PerLayerTable, PerLayerWeights
+from worker_svc.engine.decoder.layer import RoutedExperts
+from worker_svc.engine.decoder.operations import DecoderParts, LayerOperations, Progress
 from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.decoder.rotary import rotary_at
-from worker_svc.engine.decoder.streams import ResidualStreams, StreamTable, sparse_gates
 from worker_svc.engine.decoder.weights import WeightLoader
-
-Progress = Callable[[float], None]
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderParts:
-    """Everything that a forward pass reads."""
-
-    config: ModelConfig
-    embedding: torch.Tensor
-    position_embedding: torch.Tensor | None
-    layers: list[Layer]
-    final_norm: Norm | None
-    head: Linear | None  # None: the model has no logits
-    rotaries: list[RotaryTable]
-    per_layer: PerLayerTable | None = None
-    streams: StreamTable | None = None
-    captures: tuple[int, ...] = ()  # layers whose outputs are kept
-
-    def rotary(self, index: int) -> RotaryTable | None:
-        """The rotation of a layer."""
-        rotary = self.config.layers[index].rotary
-        return None if rotary is None else self.rotaries[rotary]
 
 
 class FusedForward(Protocol):
@@ -98,19 +71,7 @@ class DecoderModel:
         progress: Progress | None = None,
     ) -> DecoderModel:
         """Reads all tensors. Raises CheckpointError."""
-        rotaries = [rotary.table(max_model_len) for rotary in config.rotaries]
-        total = config.num_layers + 1
-        report = progress or (lambda fraction: None)
-        tables = loader.embedding(), loader.position_embedding()
-        final_norm = loader.final_norm()
-        layers = []
-        for index in range(config.num_layers):
-            layers.append(loader.layer(index))
-            report((index + 1) / total)
-        of_layers = loader.plain(config.per_layer_table()), loader.plain(config.stream_table())
-        parts = DecoderParts(config, *tables, layers, final_norm, loader.head(), rotaries, *of_layers)
-        report(1.0)
-        return cls(parts, backend)
+        return cls(DecoderParts.load(loader, config, max_model_len, progress), backend)
 
     @property
     def vocab_size(self) -> int:
@@ -192,90 +153,44 @@ class DecoderModel:
         return logits
 
 
-class _BackendOperations:
-    """One step of a backend, operation by operation; see `StepOperations`."""
+class _BackendOperations(LayerOperations):
+    """One step of a backend, operation by operation."""
 
     def __init__(self, parts: DecoderParts, backend: Backend, batch: ForwardBatch, pool: KVCachePool) -> None:
-        self._parts = parts
-        self._config = parts.config
+        super().__init__(parts, backend)
         self._backend = backend
         self._batch = batch
         self._pool = pool
         self._adapters = [(part.adapter, part.tokens) for part in batch.adapters]
-        self._layer_inputs = torch.empty(0)  # [tokens, layers, width], if layers have inputs
-        self._streams: ResidualStreams | None = None
-        self.captured: dict[int, torch.Tensor] = {}  # by layer
 
     def embed(self) -> torch.Tensor:
         batch = self._batch
-        x = self._parts.embedding[torch.from_numpy(batch.token_ids)]
+        token_ids = torch.from_numpy(batch.token_ids)
+        x = self._parts.embedding[token_ids]
         if self._config.embedding_scale != 1.0:
             x *= torch.tensor(self._config.embedding_scale, dtype=x.dtype)
         if batch.embedded is not None:
             x[torch.from_numpy(batch.embedded.tokens)] = batch.embedded.rows
         if self._parts.position_embedding is not None:
             x += self._parts.position_embedding[torch.from_numpy(batch.positions).long()]
-        if self._parts.per_layer is not None:
-            self._layer_inputs = self._inputs_of_layers(self._parts.per_layer, x)
-        if self._parts.streams is None:
-            return x
-        self._streams = ResidualStreams(self._backend, self._parts.streams, x)
-        return self._predicted(self._streams, 0)
+        return self._embedded(x, token_ids)
 
-    def _inputs_of_layers(self, part: PerLayerTable, x: torch.Tensor) -> torch.Tensor:
-        width, hidden = self._config.layer_input_width, self._config.hidden_size
-        projected = (part.projection(x) * hidden**-0.5).view(-1, width)
-        self._backend.add_norm(projected, None, part.norm, projected)
-        embedded = part.embedded(torch.from_numpy(self._batch.token_ids)) * torch.tensor(width**0.5, dtype=x.dtype)
-        inputs: torch.Tensor = (projected.view(embedded.shape) + embedded) * 2.0**-0.5
-        return inputs.view(len(x), -1, width)
-
-    def linear(
-        self, linear: Linear, x: torch.Tensor, index: int, site: int, onto: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        y = linear(x)
-        if self._adapters and site < len(SITES):
+    def _adapt(self, index: int, site: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        if self._adapters:
             self._backend.add_adapters(index, site, self._adapters, x, y)
-        return y if onto is None else onto.add_(y)
 
-    def linear_of_norm(
-        self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, index: int, site: int
-    ) -> torch.Tensor:
-        return self.linear(linear, self._normed(x, residual, norm), index, site)
-
-    def _normed(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None) -> torch.Tensor:
-        normed = torch.empty_like(x)
-        self._backend.add_norm(x, residual, norm, normed)
-        return normed
-
-    def attend(self, qkv: torch.Tensor, index: int) -> torch.Tensor:
-        batch, backend, spec = self._of_layer(index), self._backend, self._config.layers[index]
-        heads, gate, layer = spec.heads, None, self._parts.layers[index]
-        q_size = heads.num_q_heads * heads.head_dim
-        if spec.has_output_gate:
-            qkv, gate = (part.contiguous() for part in torch.split(qkv, [qkv.shape[1] - q_size, q_size], 1))
+    def _attend(self, qkv: torch.Tensor, index: int, stored: HeadShape) -> torch.Tensor:
+        batch, backend, heads = self._of_layer(index), self._backend, self._config.layers[index].heads
         q, cache = qkv.new_empty(len(qkv), heads.num_q_heads, heads.head_dim), self._pool.layer(index)
         rotary = batch.rotary or self._parts.rotary(index)
-        stored, to = heads, cache
-        if spec.kv_owner is not None:  # the owner has stored keys and values
-            stored, to = replace(heads, num_kv_heads=0), (cache[0][:, :0], cache[1][:, :0])
-        elif layer.value_norm is not None:
-            values = qkv[:, -heads.num_kv_heads * heads.head_dim :]
-            values.copy_(
-                self._normed(values.reshape(-1, heads.head_dim).contiguous(), None, layer.value_norm).view(values.shape)
-            )
-        backend.qk_norm_rope_store(qkv, layer.qk_norms, rotary, batch, to, q, stored)
+        to = cache if stored.num_kv_heads else (cache[0][:, :0], cache[1][:, :0])
+        backend.qk_norm_rope_store(qkv, self._parts.layers[index].qk_norms, rotary, batch, to, q, stored)
         attended = torch.empty_like(q)
         backend.paged_attention(q, cache, batch, attended, self._attention(index))
-        if gate is not None:
-            backend.gate_outputs(attended.view(gate.shape), gate)
-        return attended.view(len(qkv), -1)
+        return attended
 
     def _of_layer(self, index: int) -> ForwardBatch:
         return self._batch.of_group(self._pool.group_of[index])
-
-    def _attention(self, index: int) -> AttentionShape:
-        return replace(self._config.attention(index), sinks=self._parts.layers[index].sinks)
 
     def recur(self, layer: RecurrentWeights, projected: torch.Tensor, index: int) -> torch.Tensor:
         states = self._pool.states
@@ -283,105 +198,30 @@ class _BackendOperations:
             raise RuntimeError("a recurrent layer has no states: a bug in the engine")
         return self._backend.recurrent(layer, states, index, self._batch, projected)
 
-    def attend_latents(self, part: LatentAttention, joined: torch.Tensor, index: int) -> torch.Tensor:
-        shape, backend, rotary = part.shape, self._backend, self._parts.rotary(index)
-        if rotary is None:
-            raise TypeError(f"layer {index} has latent attention and no rotation: a bug in config.py")
-        kept = shape.rank + shape.rope_dim
-        source, latents = torch.split(joined, [joined.shape[1] - kept, kept], 1)
-        queries = source
-        if part.query is not None and part.query_norm is not None:
-            queries = part.query(self._normed(source.contiguous(), None, part.query_norm))
-        q, cache = joined.new_empty(len(joined), shape.num_heads, shape.width), self._pool.latents(index)
-        batch = self._of_layer(index)
-        backend.latent_rope_store(queries, latents, part.norm, rotary, batch, cache, q, shape)
-        for head, (linear, own) in enumerate(zip(part.absorb, torch.split(queries, shape.query_dim, 1), strict=True)):
-            q[:, head, : shape.rank] = linear(own[:, : shape.key_dim].contiguous())
-        attended = q.new_empty(len(q), shape.num_heads, shape.rank)
-        backend.latent_attention(q, cache, batch, attended, shape, self._config.attention_scale)
-        return attended.view(len(q), -1)
+    def _store_latents(
+        self, queries: torch.Tensor, latents: torch.Tensor, part: LatentAttention, index: int, q: torch.Tensor
+    ) -> None:
+        self._backend.latent_rope_store(
+            queries, latents, part.norm, self._rotary(index), self._of_layer(index), self._pool.latents(index), q,
+            part.shape,
+        )  # fmt: skip
 
-    def expand_latents(self, part: LatentAttention, attended: torch.Tensor) -> torch.Tensor:
-        heads = torch.split(attended, part.shape.rank, 1)
-        return torch.cat([linear(x.contiguous()) for linear, x in zip(part.expand, heads, strict=True)], 1)
+    def _over_latents(self, q: torch.Tensor, shape: LatentShape, index: int) -> torch.Tensor:
+        attended = q.new_empty(len(q), shape.num_heads, shape.rank)
+        cache, scale = self._pool.latents(index), self._config.attention_scale
+        self._backend.latent_attention(q, cache, self._of_layer(index), attended, shape, scale)
+        return attended
 
     def keep_heads(self, *rows: torch.Tensor) -> list[torch.Tensor]:
         self._adapters = [(part.adapter, part.heads) for part in self._batch.adapters]
         heads = torch.from_numpy(self._batch.head_tokens)
-        if len(self._layer_inputs):
-            self._layer_inputs = self._layer_inputs[heads]
-        if self._streams is not None:
-            self._streams.keep(heads)
+        self._keep(heads)
         return [part[heads] for part in rows] if len(heads) < len(rows[0]) else list(rows)
 
-    def activated(self, gate_up: torch.Tensor, index: int) -> torch.Tensor:
-        if not self._config.is_gated:
-            self._backend.activation(gate_up, self._config.activation)
-            return gate_up
-        if (cutoff := self._config.layers[index].gate_cutoff) is not None:
-            gate_up = sparse_gates(gate_up, cutoff)
-        activated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        self._backend.gated_activation(gate_up, activated, self._config.activation)
-        return activated
-
-    def experts(
-        self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None
-    ) -> torch.Tensor:
-        normed, out = self._normed(x, residual, norm), torch.empty_like(x)
-        routed = normed if part.router_norm is None else self._normed(x, None, part.router_norm)
-        self._backend.experts(normed, part.logits(routed), part.experts, self._config.activation, out)
+    def _routed(self, part: RoutedExperts, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        self._backend.experts(x, logits, part.experts, self._config.activation, out)
         return out
-
-    def output(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        if norm is not None:
-            self._backend.add_norm(x, None, norm, x)
-        if self._config.residual_scale != 1.0:
-            x *= self._config.residual_scale
-        return x
-
-    def add(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        x += other
-        return x
-
-    def end_attention(self, x: torch.Tensor, output: torch.Tensor, index: int) -> None:
-        layer = self._parts.layers[index]
-        if layer.laurel is not None:
-            layer.laurel.add(self._backend, x, output, layer.input_layernorm)
-
-    def _predicted(self, streams: ResidualStreams, index: int) -> torch.Tensor:
-        """The input of a layer, or after the last one the output of all."""
-        if index == len(self._parts.layers):
-            return streams.merged()
-        part = self._parts.layers[index].streams
-        if part is None:
-            raise RuntimeError(f"layer {index} has no streams, but the model has: a bug in config.py")
-        return streams.predict(part)
-
-    def _of_input(self, part: PerLayerWeights, x: torch.Tensor, index: int) -> torch.Tensor:
-        """What a layer's own input adds, gated with x [n, hidden]."""
-        gate = part.gate(x)
-        self._backend.activation(gate, self._config.activation)
-        return self._normed(part.projection(gate * self._layer_inputs[:, index]), None, part.norm)
-
-    def end_layer(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:
-        """Adds the residual, what the layer's own input says, and the rows of DeepStack to x: the residual of changed
-        tokens is 0 then."""
-        layer = self._parts.layers[index]
-        if layer.per_layer is not None or layer.scale != 1.0:
-            x += residual
-            residual.zero_()
-        if self._streams is not None and layer.streams is not None:
-            corrected = self._streams.correct(layer.streams, x)
-            if layer.per_layer is not None:
-                self._streams.add(self._of_input(layer.per_layer, corrected, index))
-            x.copy_(self._predicted(self._streams, index + 1))
-        elif layer.per_layer is not None:
-            x += self._of_input(layer.per_layer, x, index)
-        if layer.scale != 1.0:
-            x *= layer.scale
-        self._add_deep(x, residual, index)
-        if index in self._parts.captures:
-            self.captured[index] = x + residual
 
     def _add_deep(self, x: torch.Tensor, residual: torch.Tensor, index: int) -> None:
         deep = self._batch.deep

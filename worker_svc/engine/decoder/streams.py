@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_svc.engine.backend import Backend, Linear, Norm
+from worker_svc.engine.backend import DecoderRowOperations, Linear, Norm
 from worker_svc.engine.decoder.plain_part import PlainPart
 from worker_svc.engine.kernels.exact_ops import ordered_sum
 
@@ -90,7 +90,7 @@ class Laurel:
         linears = {"left": (f"{prefix}linear_left", rank, hidden), "right": (f"{prefix}linear_right", hidden, rank)}
         return PlainPart(cls, linears=linears, norms={"norm": (f"{prefix}post_laurel_norm", hidden)})
 
-    def add(self, backend: Backend, x: torch.Tensor, output: torch.Tensor, norm: Norm | None) -> None:
+    def add(self, backend: DecoderRowOperations, x: torch.Tensor, output: torch.Tensor, norm: Norm | None) -> None:
         """x + output becomes their sum with this part, over the square root of 2. `norm` is that of attention."""
         normed, added = torch.empty_like(x), torch.empty_like(x)
         backend.add_norm(x, None, norm, normed)
@@ -102,7 +102,7 @@ class Laurel:
 class ResidualStreams:
     """The streams of the tokens of one step."""
 
-    def __init__(self, backend: Backend, table: StreamTable, embedded: torch.Tensor) -> None:
+    def __init__(self, backend: DecoderRowOperations, table: StreamTable, embedded: torch.Tensor) -> None:
         self._backend = backend
         self._table = table
         self._states = torch.stack([embedded, *(self._as_large(linear(embedded), embedded) for linear in table.into)])

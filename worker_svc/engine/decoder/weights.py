@@ -62,12 +62,12 @@ class FourBitLinearMaker(Protocol):
         """None: it does not compute these, so they are converted."""
 
 
-def _in_factors(stored: Stored, weight: torch.Tensor) -> torch.Tensor:
+def in_factors(stored: Stored, weight: torch.Tensor) -> torch.Tensor:
     """A weight [out, in] of all roles, times their factors."""
     if not stored.factors:
         return weight
     sizes = torch.tensor([size for _, size in stored.roles])
-    return weight * torch.tensor(stored.factors).repeat_interleave(sizes)[:, None].to(weight.dtype)
+    return weight * torch.tensor(stored.factors).repeat_interleave(sizes)[:, None].to(weight)
 
 
 class WeightLoader:
@@ -174,7 +174,7 @@ class WeightLoader:
         linears = {field: self._linear(stored_plain(*linear)) for field, linear in part.linears.items()}
         norms = {field: self._norm(*norm) for field, norm in part.norms.items()}
         tensors = {
-            field: self._checkpoint.tensor(name, shape, dtype or self._dtype)
+            field: self._placed(self._checkpoint.tensor(name, shape, dtype or self._dtype))
             for field, (name, shape, dtype) in part.tensors.items()
         }
         return part.make(**linears, **norms, **tensors)
@@ -195,7 +195,7 @@ class WeightLoader:
         names = present(self._names.recurrent)
 
         def floats(name: str, *shape: int) -> torch.Tensor | None:
-            return self._checkpoint.tensor(prefix + name, shape, torch.float32) if name else None
+            return self._placed(self._checkpoint.tensor(prefix + name, shape, torch.float32)) if name else None
 
         conv = self._checkpoint.tensor(f"{prefix}{names.conv}.weight", (spec.channels, 1, spec.kernel), torch.float32)
         is_shared = spec.kind == "gated_delta"
@@ -204,7 +204,7 @@ class WeightLoader:
         decay, order = floats(names.decay, spec.num_heads), conv_order(names, spec)
         bias = floats(f"{names.conv}.bias" if spec.has_conv_bias else "", spec.channels)
         return RecurrentWeights(
-            conv[order, 0].T.contiguous(),
+            self._placed(conv[order, 0].T.contiguous()),
             None if bias is None else bias[order],
             None if decay is None else -exact_ops.exp(decay),
             floats(names.step_bias, spec.num_heads),
@@ -228,7 +228,7 @@ class WeightLoader:
         if spec.query_rank is not None:
             query_norm = self._latent_norm(prefix + latents.QUERY_NORM, spec.query_rank)
         up = stored["latent_up"]
-        weight = self._weight(up.names[0], up, up.roles).to(self._dtype)
+        weight = self._placed(self._weight(up.names[0], up, up.roles).to(self._dtype))
         heads = [torch.split(head, [shape.key_dim, shape.value_dim]) for head in weight.chunk(shape.num_heads)]
         return LatentAttention(
             shape,
@@ -278,7 +278,9 @@ class WeightLoader:
         if spec.experts is None or not spec.dense_inner:
             return None
         routed, hidden = self._routed(spec, spec.experts, stored, prefix), self._config.hidden_size
-        scale, scales = (self._checkpoint.tensor(*tensor) for tensor in self._scales(spec.experts, prefix))
+        scale, scales = (
+            self._placed(self._checkpoint.tensor(*tensor)) for tensor in self._scales(spec.experts, prefix)
+        )
         norm, output_norm, dense_output_norm = (self._norm(prefix + name, hidden) for name in BESIDE_NORMS)
         # The router's norm has no weights, but a scale
         router_norm = Norm(scale * hidden**-0.5, None, self._config.norm_eps, self._config.norm)
@@ -307,7 +309,7 @@ class WeightLoader:
         return self._backend.make_linear(self._placed(torch.cat(weights)), None)
 
     def _placed(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Numbers in float32, where the model computes."""
+        """Numbers, where the model computes."""
         return numbers
 
     def _correction(self, experts: Experts, prefix: str) -> torch.Tensor | None:
@@ -370,7 +372,7 @@ class WeightLoader:
         for name, roles in stored.tensors():
             weights += self._parts(roles, self._weight(name, stored, roles))
         joined = self._join_in_scratch(weights) if self._backend.copies_weights else self._join(weights)
-        joined = _in_factors(stored, joined)
+        joined = in_factors(stored, joined)
         return self._backend.make_linear(joined if stored.order is None else joined[stored.order], bias)
 
     def _bias(self, stored: Stored) -> torch.Tensor | None:
@@ -492,7 +494,9 @@ class WeightLoader:
     def _norm(self, name: str, size: int) -> Norm:
         bias = None
         if not name:  # a norm without weights
-            return Norm(torch.ones(size, dtype=self._dtype), bias, self._config.norm_eps, self._config.norm)
+            return Norm(
+                self._placed(torch.ones(size, dtype=self._dtype)), bias, self._config.norm_eps, self._config.norm
+            )
         weight = self._join([self._checkpoint.tensor(f"{name}.weight", (size,), None)])
         if self._config.norm == "layer":
             has_bias = self._config.architecture.has_norm_bias

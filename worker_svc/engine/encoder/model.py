@@ -12,7 +12,7 @@ import torch
 
 from worker_svc.engine.backend import ForwardBatch, LayerBackend, Norm, RotaryTable
 from worker_svc.engine.checkpoint.tensors import Checkpoint
-from worker_svc.engine.decoder.model import Progress
+from worker_svc.engine.decoder.operations import Progress
 from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.encoder.config import EncoderConfig
 from worker_svc.engine.layers import AttentionInput, LayerReader, LayerRunner, StackLayer, pieces

@@ -186,10 +186,11 @@ class StartCheck:
         fail, if the settings exclude others."""
         from worker_svc.engine.gpu.start.compilation import compile_first  # it needs Triton
 
-        setup, chosen = self._setup, forms.TRITON
-        steps: list[Callable[[], object]] = [partial(self._run, forms.TRITON)]
+        setup = self._setup
+        chosen = Forms(setup.in_torch)
+        steps: list[Callable[[], object]] = [partial(self._run, chosen)]
         if setup.is_exact:
-            steps.append(partial(self._depends_on_other_rows, forms.TRITON))
+            steps.append(partial(self._depends_on_other_rows, chosen))
         compile_first(steps, setup.group)
         faults = self._faults(chosen)
         if faults and setup.config.kernels == "triton":

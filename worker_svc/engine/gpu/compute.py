@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from step_protocol.columns import I64
-from worker_svc.engine.gpu.attention.paged import Attention
+from step_protocol.messages import StepBatch
+from worker_svc.engine.gpu.attention.paged import Attention, DevicePool
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels.drafts import DraftTables, SampleLines, accept, output_positions, suffix
 from worker_svc.engine.gpu.kernels.linears.low_rank import FEW
@@ -39,6 +40,7 @@ from worker_svc.engine.step import CheckedStep, RowErrors
 NO_ROWS = HostStep(np.zeros(1, np.int64), np.zeros(0, np.int64))
 NO_IDS: I64 = np.zeros(0, np.int64)
 NO_PLAN = CheckedStep(NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS, has_forks=False)
+NO_BATCH = StepBatch(0, *(np.zeros(0, np.uint32),) * 3, np.zeros(0, np.bool_), np.zeros(0, np.uint32))
 MIN_MIXED = 128  # tokens of the smallest bucket with prompts
 
 
@@ -106,7 +108,9 @@ class StepCompute:
         self.drafts = drafts
         self._max_samples = max_samples = buffer.max_samples
         self._sizes = decode_sizes(max_rows)
-        self._verify_sizes = [] if drafts is None else rare_sizes(decode_sizes(max_samples))[1:]
+        self._verify_sizes = (
+            [] if drafts is None or model.config.is_recurrent else rare_sizes(decode_sizes(max_samples))[1:]
+        )
         self._vocab = vocab
         self._thresholds = Thresholds(max_samples, model.config.vocab_size, device, group)
         self._scores, self._faults = sample.scratch_for(max_samples, len(vocab), device)
@@ -114,7 +118,6 @@ class StepCompute:
         self.use_attention(attention)
         self._graphs: Graphs | None = None
         self._is_eager = False
-        self._cache = torch.empty(0)
         self._graph_logits: dict[Bucket, torch.Tensor | None] = {}  # results of graphs that end at logits
         self.rotary_at = model.rotary_at
         self.processing = DeviceProcessing(state, vocab)
@@ -126,9 +129,11 @@ class StepCompute:
     def use_attention(self, attention: Attention) -> None:
         """Sets the attention of all later steps."""
         self._attention = attention
-        self._mixed_sizes = mixed_sizes(self._graph_tokens) if attention.can_capture(is_decode=False) else []
+        # Recurrent layers of prompts need lengths on the host
+        can_capture = attention.can_capture(is_decode=False) and not self._model.config.is_recurrent
+        self._mixed_sizes = mixed_sizes(self._graph_tokens) if can_capture else []
 
-    def use_cache(self, cache: torch.Tensor) -> None:
+    def use_cache(self, cache: DevicePool) -> None:
         """Sets the KV pool of all later steps."""
         self._cache = cache
 
@@ -199,7 +204,7 @@ class StepCompute:
         if num_tokens == num_rows and not has_drafts:
             bucket = self._decode_bucket(max(num_rows, num_samples), is_filtered=is_filtered, is_rare=is_rare)
             return replace(bucket, ends_at_logits=ends_at_logits, has_adapters=has_adapters)
-        if has_drafts and self._is_verify(plan):
+        if has_drafts and self._verify_sizes and self._is_verify(plan):
             bucket = self._verify_bucket(num_tokens, is_filtered=is_filtered)
             return replace(bucket, ends_at_logits=ends_at_logits, has_adapters=has_adapters)
         is_rare |= has_drafts
@@ -270,7 +275,7 @@ class StepCompute:
         """Launches a step without a graph, of which parts need hidden states."""
         columns = self._prepare(bucket, host)
         tokens = [columns.sample_tokens.long(), *(self.scorer.upload(tokens) for tokens, _ in step.states)]
-        hidden = self._model.states(columns, self._attention, self._cache, torch.cat(tokens))
+        hidden = self._model.hidden(columns, self._attention, self._cache, torch.cat(tokens))
         sampled, *wanted = torch.split(hidden, [len(part) for part in tokens])
         for states, (_, read) in zip(wanted, step.states, strict=True):
             read(states, self._model.logits)
@@ -361,11 +366,11 @@ class StepCompute:
         bucket = Bucket(max_tokens, self._max_rows, 0, is_decode=False, is_filtered=False, ends_at_logits=True)
         columns = self._prepare(bucket, NO_ROWS)
         tokens = self.scorer.upload(np.arange(max_tokens))
-        self.pooling.warm_up(self._model.states(columns, self._attention, self._cache, tokens))
+        self.pooling.warm_up(self._model.hidden(columns, self._attention, self._cache, tokens))
 
     def run_empty(self, bucket: Bucket) -> None:
         """Runs a step of this bucket without rows."""
-        step = DeviceStep(NO_PLAN, RowErrors(), [self.processing])
+        step = DeviceStep(NO_BATCH, NO_PLAN, RowErrors(), [self.processing])
         with self.eager():
             self.run(bucket, NO_ROWS, step, is_filtered=bucket.is_filtered)
 

@@ -19,7 +19,7 @@ from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.engine_info import make_engine_info
 from worker_svc.engine.gpu.adapters import DeviceAdapters
-from worker_svc.engine.gpu.attention.paged import Attention
+from worker_svc.engine.gpu.attention.paged import Attention, DevicePool
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.kernels import forms
@@ -37,9 +37,10 @@ from worker_svc.engine.gpu.step.step_buffer import StepBuffer
 from worker_svc.engine.gpu.torch_layers import TorchLayers
 from worker_svc.engine.kernels.machine import available_cores
 from worker_svc.engine.kernels.numerics import device_numerics, torch_numerics
-from worker_svc.engine.loaders.decoders import decoder_facts, decoder_features
+from worker_svc.engine.loaders.decoders import decoder_facts, decoder_features, state_facts
 from worker_svc.engine.pooling.config import read_pooling
 from worker_svc.engine.pooling.weights import PoolingWeights
+from worker_svc.engine.recurrent import StatePool
 from worker_svc.engine.rows.images import ImageEncoder, load_images
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.tables import RowTables, add_tables
@@ -64,13 +65,14 @@ class LoadedModel:
     attention: Attention
     other_attentions: Iterator[Attention]  # that may replace it
     images: ImageEncoder | None  # None: the model takes none
+    states: StatePool | None  # None: no layer is recurrent
 
     @cached_property
     def features(self) -> dict[str, Any]:
         """The arguments of `add_tables`."""
         adapters = None if self.adapters is None else self.adapters.rows
         found = decoder_features(self.checkpoint, self.setup.config, self.setup.whole, self.pooling)
-        return found | {"adapters": adapters, "are_logprobs_raw": True}
+        return found | {"adapters": adapters, "states": self.states, "are_logprobs_raw": True}
 
     def rows(self, num_blocks: int, max_model_len: int) -> tuple[OpenRows, RowTables]:
         """The table of rows on a pool, and those of their features."""
@@ -89,6 +91,7 @@ class LoadedModel:
         if self.images is not None:
             numerics += f", tower {torch_numerics(setup.device)}"
         facts = decoder_facts(self.checkpoint, setup.whole, self.pooling, num_blocks, max_model_len)
+        facts |= state_facts(self.states, setup.config.block_size, setup.model, setup.cache_dtype)
         return make_engine_info(
             setup.config, self.checkpoint, setup.dtype_name, backend, numerics,
             degradations=tuple(setup.degradations), **facts,
@@ -123,6 +126,8 @@ def load_model(
         decoder = DeviceDecoder(
             loader, setup.model, group, setup.max_model_len, device, progress, has_scaled_cache=setup.has_scaled_cache
         )
+    with fitting("the states of rows and snapshots", "lower max_num_seqs or snapshot_memory"):
+        decoder.states = states = StatePool.of_model(whole.recurrences, config, device)
     images = None
     if whole.vision is not None:
         layers = TorchLayers(device, config.determinism)
@@ -134,7 +139,7 @@ def load_model(
     max_rows, drafts, num_drafts = config.max_num_seqs, None, 0
     if config.speculate is not None:
         drafts = empty_tables(max_rows, config.max_drafts, device)
-        num_drafts = min(max_rows * config.max_drafts, MOST_DRAFTS)
+        num_drafts = min(max_rows * config.max_drafts, MOST_DRAFTS if states is None else states.num_drafts)
     buffer = StepBuffer(max_rows, max_rows + num_drafts, setup.max_tokens, state, device)
     with fitting("the tables of all rows", "lower max_num_seqs"):
         compute = StepCompute(
@@ -142,10 +147,12 @@ def load_model(
             min(config.cuda_graph_tokens, setup.max_tokens), pooling, None if adapters is None else adapters.slots,
             drafts,
         )  # fmt: skip
-    return LoadedModel(setup, checkpoint, loader, pooling, compute, buffer, state, adapters, attention, choices, images)
+    return LoadedModel(
+        setup, checkpoint, loader, pooling, compute, buffer, state, adapters, attention, choices, images, states
+    )
 
 
-def fill_memory(loaded: LoadedModel, stages: Stages) -> torch.Tensor:
+def fill_memory(loaded: LoadedModel, stages: Stages) -> DevicePool:
     """Divides the memory that is left, makes the KV pool, and records graphs."""
     setup, config, compute = loaded.setup, loaded.setup.config, loaded.compute
     shares = divide_memory(config, setup.model, setup.cache_dtype, compute, setup.device, setup.group)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from step_protocol.features import TakenSnapshots
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.step.device_step import DeviceLogits, DevicePart, DeviceStep
 from worker_svc.engine.gpu.step.logprobs import DeviceCandidates, DevicePromptScores, DeviceSampledScores
 from worker_svc.engine.rows.open_rows import OpenRows
+from worker_svc.engine.rows.states import RowStates
 from worker_svc.engine.rows.tables import RowTables
 from worker_svc.engine.sampling.grammars import RowGrammars
 from worker_svc.engine.sampling.masking import apply_masks
@@ -19,7 +21,9 @@ def device_parts(
 ) -> list[DevicePart]:
     """`settle` makes the tokens of earlier steps known."""
     masks = [] if tables.grammars is None else [DeviceMasks(tables.grammars, rows.vocab_size, group, settle)]
+    states = [] if tables.states is None else [DeviceStates(tables.states, settle)]
     return [
+        *states,
         DevicePromptScores(tables.logprobs, compute.scorer),
         compute.pooling.serve(tables.pooling, rows.prompt_lens),
         DeviceSampledScores(tables.logprobs, compute.scorer),
@@ -27,6 +31,21 @@ def device_parts(
         compute.processing,
         *masks,
     ]
+
+
+class DeviceStates(DevicePart):
+    """Keeps the positions of the rows' states, and takes their snapshots."""
+
+    def __init__(self, states: RowStates, settle: Callable[[], None]) -> None:
+        self._states, self._settle = states, settle
+
+    def before(self, step: DeviceStep) -> None:
+        if step.batch.part(TakenSnapshots) is not None:
+            self._settle()  # the identity of a snapshot is made of its tokens
+        step.snapshots = self._states.snapshots(step.batch, step.plan)
+
+    def launched(self, step: DeviceStep) -> None:
+        self._states.end(step.batch, step.plan, step.errors)
 
 
 class DeviceMasks(DevicePart):

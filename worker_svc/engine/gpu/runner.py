@@ -22,10 +22,12 @@ from step_protocol.messages import StepBatch, StepOutput
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.pool.block_contents import BlockContents
 from worker_svc.engine.engine_info import choose_max_model_len
+from worker_svc.engine.gpu.attention.paged import DevicePool
 from worker_svc.engine.gpu.check import StartCheck
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.device_blocks import DeviceBlocks
 from worker_svc.engine.gpu.kernels import forms
+from worker_svc.engine.gpu.kernels.drafts import NO_TOKEN
 from worker_svc.engine.gpu.kernels.record import apply_deltas
 from worker_svc.engine.gpu.kernels.sampler import filters
 from worker_svc.engine.gpu.loading import fill_memory, load_model
@@ -75,6 +77,8 @@ class DeviceRunner(StepRunner):
         self._forms = forms.TORCH if config.kernels == "torch" else forms.TRITON
         with torch.inference_mode(), forms.using(self._forms):
             loaded = self._loaded = load_model(config, self._group, self._device, stages.weights, degradations)
+        if loaded.setup.in_torch:
+            self._forms = forms.Forms(loaded.setup.in_torch)
         self._compute, self._buffer, self._state = loaded.compute, loaded.buffer, loaded.state
         self._adapters = loaded.adapters
         self._attention = loaded.attention
@@ -87,7 +91,7 @@ class DeviceRunner(StepRunner):
             self._choose_forms()
         with torch.inference_mode(), forms.using(self._forms):
             pool = fill_memory(loaded, stages)
-            self._serve_pool(pool, choose_max_model_len(config, loaded.setup.whole, pool.shape[2]))
+            self._serve_pool(pool, choose_max_model_len(config, loaded.setup.whole, pool.num_blocks))
         self._speculate(config)
         if self.adapters is not None and self._group.rank == 0:  # the others receive them
             for name, folder in config.adapters:
@@ -98,7 +102,9 @@ class DeviceRunner(StepRunner):
         if tables is None or self._group.size > 1:
             raise ValueError("speculate cannot be set together with tensor_parallel_size; leave --speculate out")
         most_tokens = self.info.max_num_batched_tokens
-        drafts = DeviceDrafts(self._rows, config.max_drafts, self._buffer.max_samples, most_tokens, tables)
+        states, max_samples = self._tables.states, self._buffer.max_samples
+        most = max_samples if states is None else states.num_drafts
+        drafts = DeviceDrafts(self._rows, config.max_drafts, most, max_samples, most_tokens, tables)
         self._device_drafts = drafts
         return drafts
 
@@ -115,9 +121,9 @@ class DeviceRunner(StepRunner):
             self._buffer.clear()
         super().reset_rows()
 
-    def _serve_pool(self, pool: torch.Tensor, max_model_len: int) -> None:
+    def _serve_pool(self, pool: DevicePool, max_model_len: int) -> None:
         """Opens rows on this pool."""
-        num_blocks, loaded = pool.shape[2], self._loaded
+        num_blocks, loaded = pool.num_blocks, self._loaded
         self._pool = pool
         self._compute.use_cache(pool)
         self._contents = BlockContents(num_blocks, loaded.setup.config.block_size)
@@ -126,7 +132,7 @@ class DeviceRunner(StepRunner):
             loaded.info(num_blocks, max_model_len, self._attention.name, self._forms.in_torch),
         )
         self._parts = device_parts(self._compute, self._rows, self._tables, self._group, self._settle_all)
-        self._before = having(self._parts, DevicePart.before)
+        self._before, self._launched = having(self._parts, DevicePart.before), having(self._parts, DevicePart.launched)
         whole, dtype = loaded.setup.whole, loaded.setup.dtype
         self._embedder = InputEmbedder(
             self._tables.inputs, whole.hidden_size, dtype, loaded.images, scale=whole.given_embedding_scale
@@ -149,6 +155,8 @@ class DeviceRunner(StepRunner):
 
     def _launch(self, batch: StepBatch) -> PendingStep:
         started = time.perf_counter()
+        if self._device_drafts is not None and self._tables.states is not None:
+            self._settle_all()  # the host chooses the state from which a row continues
         self._settle_finished()
         with torch.inference_mode():
             errors = RowErrors()
@@ -177,9 +185,10 @@ class DeviceRunner(StepRunner):
         self._contents.uncommit(np.arange(self._contents.num_blocks))
 
     def movable_blocks(self) -> DeviceBlocks | None:
-        if self._group.size > 1:  # each has its heads of a block
+        # Each rank has its heads of a block; a block of several layouts, or with a state, is not one piece
+        if self._group.size > 1 or len(self._pool.tensors) > 1 or self._tables.states is not None:
             return None
-        return DeviceBlocks(self._contents, self._pool, self._settle_finished)
+        return DeviceBlocks(self._contents, self._pool.tensors[0], self._settle_finished)
 
     def reset_rows(self) -> None:
         self._group.send(RESET_ROWS)
@@ -229,8 +238,7 @@ class DeviceRunner(StepRunner):
 
     def _copy_blocks(self, sources: I64, targets: I64) -> None:
         self._contents.uncommit(targets)
-        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-            self._pool[:, :, target].copy_(self._pool[:, :, source])
+        self._pool.copy(sources.tolist(), targets.tolist())
 
     def _commit_blocks(self, blocks: I64, digests: list[bytes]) -> None:
         """Readers of committed blocks wait for no step: schedulers commit the blocks of answered ones."""
@@ -277,7 +285,7 @@ class DeviceRunner(StepRunner):
         least = plan.sampled_positions if drafts is None else drafts.least_positions
         processed = self._rows.processed_rows(plan.sampling_rows, least)
         is_filtered = processed is not None or filters.is_needed(columns)
-        step = DeviceStep(plan, errors, self._parts)
+        step = DeviceStep(batch, plan, errors, self._parts)
         for part in self._before:
             if part.in_use:
                 part.before(step)
@@ -290,7 +298,7 @@ class DeviceRunner(StepRunner):
         known, contexts = np.where(token_ids == PENDING, -1, token_ids), plan.context_lens
         if drafts is not None:
             contexts, known = drafts.on_device(plan, known)
-        host = self._host_step(plan, known, bucket)
+        host = self._host_step(step, known, bucket)
         deltas = self._buffer.upload(
             staging,
             plan,
@@ -308,16 +316,21 @@ class DeviceRunner(StepRunner):
         if len(plan.rows):
             self._compute.run(bucket, host, step, is_filtered=is_filtered)
             staging.down.copy_(self._compute.results.view(-1), non_blocking=True)
+            for part in self._launched:
+                part.launched(step)
         return step.reads
 
-    def _host_step(self, plan: CheckedStep, known: I64, bucket: Bucket) -> HostStep:
+    def _host_step(self, step: DeviceStep, known: I64, bucket: Bucket) -> HostStep:
         """Replaces the content ids of inputs in `known`, which the vocabulary lacks."""
+        plan = step.plan
         spans = self._tables.inputs.spans(plan.rows, plan.context_lens, plan.ends, plan.starts)
         embedded, deep = self._embedder.embed(spans)
         if embedded is not None:
             known[embedded.tokens] = 0
         inputs, deep_inputs = (PlacedInputs.of(given, self._device) for given in (embedded, deep))
-        host = HostStep(plan.starts, plan.context_lens, inputs, deep_inputs)
+        host = HostStep(
+            plan.starts, plan.context_lens, inputs, deep_inputs, rows=plan.rows.tolist(), snapshots=step.snapshots
+        )
         on_axes = self._tables.positions.on_axes(plan.rows, plan.starts, plan.positions)
         if on_axes is None:
             return host
@@ -357,6 +370,9 @@ class DeviceRunner(StepRunner):
         found = self._device_drafts.settle(
             of, rows, is_same, tokens, pending.statuses(), (pending.started, pending.ended)
         )
+        if self._tables.states is not None:
+            with torch.inference_mode():
+                self._tables.states.choose(of.plan, (pending.statuses() & NO_TOKEN) == 0)
         is_plain = ~np.isin(writes.token_rows, of.verified.rows)
         self._contents.fill_tokens(writes.slots[is_plain], token_ids[is_plain])
         self._contents.fill_tokens(found.slots, found.token_ids)

@@ -21,9 +21,9 @@ from worker_svc.engine.backend import (
     RotaryTable,
 )
 from worker_svc.engine.config import Determinism, EngineConfig
-from worker_svc.engine.gpu.kernels.activation import torch_activate, torch_gated_activation
-from worker_svc.engine.gpu.kernels.norm import torch_add_norm
-from worker_svc.engine.gpu.kernels.rope_store import reference
+from worker_svc.engine.cpu.torch_ops import split_heads
+from worker_svc.engine.gpu.kernels.activation import reference, reference_activate
+from worker_svc.engine.gpu.kernels.norm import normed, torch_add_norm
 from worker_svc.engine.gpu.layers.linears import DeviceLinear
 from worker_svc.engine.gpu.start.setup import find_device
 from worker_svc.engine.kernels.numerics import torch_numerics
@@ -57,7 +57,7 @@ class TorchLayers:
         shape: HeadShape,
     ) -> None:
         positions, slots = torch.from_numpy(batch.positions), torch.from_numpy(batch.slots)
-        q, k, v = reference(qkv, norms, rotary, positions.to(self.device), shape)
+        q, k, v = split_heads(qkv, norms, rotary, positions.to(self.device), shape, normed)
         q_out.copy_(q)
         block_size = cache[0].shape[-1]
         blocks, offsets = slots // block_size, slots % block_size
@@ -84,10 +84,10 @@ class TorchLayers:
             out[tokens] = found[0].transpose(0, 1)
 
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
-        torch_gated_activation(gate_up, out, activation)
+        out.copy_(reference(gate_up, activation))
 
     def activation(self, x: torch.Tensor, activation: str) -> None:
-        torch_activate(x, activation)
+        x.copy_(reference_activate(x, activation))
 
     def copy_blocks(self, pool: torch.Tensor, src: I64, dst: I64) -> None:
         for source, target in zip(src.tolist(), dst.tolist(), strict=True):

@@ -36,8 +36,6 @@ from worker_svc.engine.sampling.grammars import compiled_grammars
 from worker_svc.engine.speculation.draft_model import DraftModel, draft_block_bytes, draft_config
 from worker_svc.engine.speculation.heads import Head, head_layouts, load_head
 
-ROWS_WITH_DRAFTS = 2  # whose states within drafts are kept in a step, if all drafts are computed
-
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
@@ -56,24 +54,18 @@ def load_decoder(source: ModelSource) -> Loaded:
     modules = WeightLoader(checkpoint, model, backend, dtype).modules()
     reserved = config.max_adapters * reserved_bytes(modules, config.max_adapter_rank, dtype)
     reserved += 0 if model.vision is None else config.image_cache_memory
-    state_bytes = StatePool.bytes_per_slot(model.recurrences)
-    num_snapshots = config.snapshot_memory // state_bytes if state_bytes else 0
-    num_drafts = 0 if config.speculate is None else ROWS_WITH_DRAFTS * config.max_drafts
-    reserved += (config.max_num_seqs + num_snapshots + num_drafts) * state_bytes
+    states = StatePool.of_model(model.recurrences, config)
+    reserved += 0 if states is None else states.slots.nbytes
     groups = divide_pool(config, model, dtype, pool_memory(config, reserved)) if config.has_groups else None
     layouts = model.kv_layouts() + head_layouts(checkpoint, config, model)
     if groups is None:
         num_blocks = config.num_blocks or fitting_blocks(config, layouts, dtype, reserved, draft_block_bytes(config))
     else:
         num_blocks = groups.num_blocks
-    block_bytes = max(1, KVCachePool.bytes_per_block(model.kv_layouts(), config.block_size, dtype))
     max_model_len = choose_max_model_len(config, model, num_blocks)
     model = model.within(max_model_len)
     check_features(model.features() | ({"adapters"} if config.max_adapters else set()), backend.name)
     weights = load_decoder_weights(source, max_model_len)
-    states = None
-    if model.is_recurrent:
-        states = StatePool(model.recurrences, config.max_num_seqs, num_snapshots, num_drafts)
     adapters = make_store(
         config, modules, model.names, dtype, lambda adapter: backend.pack_adapter(adapter, model.num_layers)
     )
@@ -81,11 +73,7 @@ def load_decoder(source: ModelSource) -> Loaded:
         adapters.load(name, folder)
     scale, row_adapters = model.given_embedding_scale, RowAdapters(config.max_num_seqs, adapters.find)
     of_groups = () if groups is None else groups.groups
-    facts = {
-        "groups": of_groups,
-        "num_snapshots": num_snapshots if model.is_recurrent else None,
-        "snapshot_tokens": state_bytes * config.block_size // block_bytes,
-    }
+    facts = {"groups": of_groups} | state_facts(states, config.block_size, model, dtype)
     return Loaded(
         weights.model,
         KVCachePool(layouts, num_blocks, config.block_size, dtype, states, groups),
@@ -114,6 +102,15 @@ def decoder_facts(
         "pooling": pooling_info(settings, pooling, max_model_len),
         "images": image_shape(model),
     }
+
+
+def state_facts(states: StatePool | None, block_size: int, model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The fields of EngineInfo that the states of recurrent layers determine."""
+    if states is None:
+        return {}
+    block_bytes = max(1, KVCachePool.bytes_per_block(model.kv_layouts(), block_size, dtype))
+    tokens = states.slots.shape[1] * states.slots.itemsize * block_size // block_bytes
+    return {"num_snapshots": states.num_snapshots, "snapshot_tokens": tokens}
 
 
 def decoder_features(

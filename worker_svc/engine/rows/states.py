@@ -23,7 +23,7 @@ from step_protocol.messages import BadBatchError, RowOpen, StepBatch
 from worker_svc.engine.backend import SnapshotColumns
 from worker_svc.engine.decoder.pool.block_payload import Bytes, InHostMemory, Movable
 from worker_svc.engine.row_part import BlockPart
-from worker_svc.engine.step import CheckedStep, Logits, Sampled, Step, StepPart
+from worker_svc.engine.step import CheckedStep, Logits, RowErrors, Sampled, Step, StepPart
 
 if TYPE_CHECKING:
     import torch  # rows work where torch is not installed
@@ -121,9 +121,10 @@ class RowStates(BlockPart, StepPart):
 
     def before(self, step: Step) -> None:
         """The snapshots of a step. Its rows have no known state until `computed`, in case the step fails."""
-        step.forward.snapshots = self._snapshots(step.batch, step.plan)
+        step.forward.snapshots = self.snapshots(step.batch, step.plan)
 
-    def _snapshots(self, batch: StepBatch, plan: CheckedStep) -> SnapshotColumns:
+    def snapshots(self, batch: StepBatch, plan: CheckedStep) -> SnapshotColumns:
+        """The states that a step keeps, as slots of the pool."""
         self.positions[plan.rows] = UNKNOWN
         starts = np.zeros(len(plan.rows) + 1, np.int32)
         slots, places, positions = self._of_drafts(plan)
@@ -154,8 +155,10 @@ class RowStates(BlockPart, StepPart):
         return slots, places, plan.ends[places] - behind
 
     def sampled(self, step: Step, logits: Logits, found: Sampled) -> None:
-        """A row gets the state before its first wrong draft."""
-        plan, is_token = step.plan, found.is_token
+        self.choose(step.plan, found.is_token)
+
+    def choose(self, plan: CheckedStep, is_token: Bools) -> None:
+        """The newest step has ended: a row gets the state before its first wrong draft."""
         if plan.num_after is None:
             return
         counts = np.bincount(plan.sources[is_token], minlength=len(plan.rows))
@@ -175,12 +178,14 @@ class RowStates(BlockPart, StepPart):
         return np.where(is_inside & (taken.rows < len(place_of)), places, -1)
 
     def computed(self, step: Step, logits: torch.Tensor) -> None:
+        self.end(step.batch, step.plan, step.errors)
+
+    def end(self, batch: StepBatch, plan: CheckedStep, errors: RowErrors) -> None:
         """The rows have states again, forks those of their parents, and the snapshots are kept."""
-        batch, plan = step.batch, step.plan
         self.positions[plan.rows] = plan.ends
         if plan.has_forks:
             forks, parents = batch.fork_rows.tolist(), batch.fork_parents.tolist()
-            pairs = [pair for pair in zip(parents, forks, strict=True) if pair[1] not in step.errors]
+            pairs = [pair for pair in zip(parents, forks, strict=True) if pair[1] not in errors]
             self.move(*np.array(pairs, np.int64).reshape(-1, 2).T)
         if (taken := batch.part(TakenSnapshots)) is None:
             return

@@ -14,7 +14,8 @@ from worker_svc.engine.backend import Backend, Embedded, ForwardBatch, KVLayout,
 from worker_svc.engine.checkpoint.model_folder import CheckpointError, size_of
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.decoder.config import ModelConfig
-from worker_svc.engine.decoder.model import DecoderModel, DecoderParts
+from worker_svc.engine.decoder.model import DecoderModel
+from worker_svc.engine.decoder.operations import DecoderParts
 from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.decoder.stored import Stored, StoredLayers

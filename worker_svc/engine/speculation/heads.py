@@ -18,7 +18,8 @@ from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.config import ModelConfig
-from worker_svc.engine.decoder.model import DecoderModel, DecoderParts
+from worker_svc.engine.decoder.model import DecoderModel
+from worker_svc.engine.decoder.operations import DecoderParts
 from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.decoder.weights import WeightLoader
 from worker_svc.engine.speculation.eagle import EagleFolder, EagleHead

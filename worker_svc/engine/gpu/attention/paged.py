@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from worker_svc.engine.backend import AttentionShape, HeadShape
+from worker_svc.engine.backend import AttentionShape, HeadShape, KVLayout
 from worker_svc.engine.config import Determinism
 from worker_svc.engine.gpu.attention.tiles import (
     DECODE_TILES,
@@ -38,6 +38,44 @@ class LayerCache:
     @property
     def pools(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.keys, self.values
+
+
+class DevicePool:
+    """Keys and values of all layers in blocks. `tensors` has one of each layout: [layers, 2, num_blocks, block_size,
+    kv_heads, dim], or [layers, 1, num_blocks, block_size, 1, width] of latents. They begin as zeros: kernels may read
+    slots past a sequence's end."""
+
+    def __init__(
+        self,
+        layouts: Sequence[KVLayout],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.tensors: list[torch.Tensor] = []
+        owned: dict[int, torch.Tensor] = {}
+        for layout in dict.fromkeys(one for one in layouts if one.owner is None and one.num_kv_heads):
+            layers = [index for index, one in enumerate(layouts) if one == layout]
+            pair, heads = 2 if layout.value_dim else 1, (layout.num_kv_heads, layout.key_dim)
+            tensor = torch.zeros(len(layers), pair, num_blocks, block_size, *heads, dtype=dtype, device=device)
+            self.tensors.append(tensor)
+            owned |= zip(layers, tensor, strict=True)
+        self._layers = [owned.get(index if one.owner is None else one.owner) for index, one in enumerate(layouts)]
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, [num_blocks, block_size, kv_heads, dim]. Latents are both."""
+        part = self._layers[index]
+        if part is None:
+            raise RuntimeError(f"layer {index} has no keys and values: a bug in the engine")
+        return part[0], part[-1]
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies blocks, in the given order."""
+        for tensor in self.tensors:
+            for source, target in zip(sources, targets, strict=True):
+                tensor[:, :, target].copy_(tensor[:, :, source])
 
 
 class Attention(Protocol):

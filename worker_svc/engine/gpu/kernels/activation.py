@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.cpu.torch_ops import SWIGLU_ALPHA, SWIGLU_LIMIT
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.language import tl, triton
@@ -74,16 +75,20 @@ def soft_cap_kernel(x_ptr, cap, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(x_ptr + column, capped.to(x.dtype), mask=column < N)
 
 
+LEAST_GATE = -88.0  # gates of padding may be less, where torch_ops is not 0
+
+
 def torch_gated_activation(gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
-    out.copy_(reference(gate_up, activation))
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    out.copy_(torch_ops.gated(gate, up, activation).where(gate > LEAST_GATE, gate * 0.0 * up))
 
 
 def torch_activate(x: torch.Tensor, activation: str) -> None:
-    x.copy_(reference_activate(x, activation))
+    x.copy_(torch_ops.activate(x.float(), activation).where(x > LEAST_GATE, x * 0.0))
 
 
 def torch_soft_cap(x: torch.Tensor, cap: float) -> None:
-    x.copy_(cap * torch.tanh(x.float() / cap))
+    x.copy_(torch_ops.soft_cap(x.float(), cap))
 
 
 @kernel("gated_activation", torch_gated_activation, writes="out")

@@ -397,19 +397,21 @@ def reference(
     """Attention in `dtype`, row by row over gathered pages. It reads no key that none of `most_queries` successive
     queries sees."""
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    block_size, group = cache[0].shape[1], shape.heads.num_q_heads // shape.heads.num_kv_heads
+    block_size, heads = cache[0].shape[1], shape.heads
     for i in range(num_rows):
         begin, end = int(queries.starts[i]), int(queries.starts[i + 1])
         table, context = queries.tables[int(queries.rows[i])].long(), int(queries.contexts[i]) - begin
         for first in range(begin, end, most_queries):
             last = min(first + most_queries, end)
             lowest = 0 if shape.window is None else max(context + first + 1 - shape.window, 0)
+            if shape.chunk is not None:
+                lowest = max(lowest, (context + first) // shape.chunk * shape.chunk)
             keys = torch.arange(lowest, context + last, device=q.device)
             k, v = (_gathered(pool, table[keys // block_size], keys % block_size).to(dtype) for pool in cache)
             if scales is not None:
                 k, v = k * scales[0, :, None].to(dtype), v * scales[1, :, None].to(dtype)
-            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-            scores = torch.einsum("qhd,khd->hqk", q[first:last].to(dtype), k) * shape.scale
+            grouped = q[first:last].to(dtype).unflatten(1, (heads.num_kv_heads, -1))
+            scores = torch.einsum("qhgd,khd->hgqk", grouped, k).flatten(0, 1) * shape.scale
             if shape.soft_cap is not None:
                 scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
             positions = context + torch.arange(first, last, device=q.device)
@@ -417,7 +419,8 @@ def reference(
             if shape.sinks is not None:
                 sinks = shape.sinks.to(dtype)[:, None, None].expand(-1, last - first, 1)
                 scores = torch.cat((scores, sinks), -1)
-            out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(keys)], v)
+            weights = scores.softmax(-1)[..., : len(keys)].unflatten(0, (heads.num_kv_heads, -1))
+            out[first:last] = torch.einsum("hgqk,khd->qhgd", weights, v).flatten(1, 2)
     return out
 
 
@@ -431,4 +434,8 @@ def _gathered(pool: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -
 def visible(shape: AttentionShape, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Which key positions [k] the queries at these positions [q] see, [q, k]."""
     is_visible = keys[None] <= positions[:, None]
-    return is_visible if shape.window is None else is_visible & (keys[None] > positions[:, None] - shape.window)
+    if shape.window is not None:
+        is_visible &= keys[None] > positions[:, None] - shape.window
+    if shape.chunk is not None:
+        is_visible &= keys[None] >= (positions // shape.chunk * shape.chunk)[:, None]
+    return is_visible

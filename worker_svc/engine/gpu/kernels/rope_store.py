@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from worker_svc.engine.backend import HeadShape, Norm, RotaryTable
+from worker_svc.engine.cpu.torch_ops import split_heads
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.fp8 import reference as round_to_fp8
 from worker_svc.engine.gpu.kernels.fp8 import round_e4m3
@@ -117,8 +118,10 @@ def torch_rope_store(
     shape: HeadShape,
     scales: torch.Tensor | None = None,
 ) -> None:
-    q, *stored = reference(qkv, norms, rotary, positions, shape)
+    q, *stored = split_heads(qkv, norms, rotary, positions, shape, normed)
     q_out.copy_(q)
+    if not shape.num_kv_heads:
+        return
     if scales is not None:
         stored = [round_to_fp8(x, scale[:, None]) for x, scale in zip(stored, scales, strict=False)]
     is_stored = slots >= 0
@@ -164,37 +167,3 @@ def rope_store(
         INTERLEAVED=rotary is not None and rotary.is_interleaved, SCALES_Q=q_scales is not None,
         num_warps=4, **dependent(),
     )  # fmt: skip
-
-
-def reference(
-    qkv: torch.Tensor,
-    norms: tuple[Norm, Norm] | None,
-    rotary: RotaryTable | None,
-    positions: torch.Tensor,
-    shape: HeadShape,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v [T, heads, dim] as attention reads them."""
-    heads = [shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads]
-    q, k, v = torch.split(qkv.view(len(positions), -1, shape.head_dim), heads, dim=1)
-    if norms is not None:
-        q, k = (
-            normed(x.reshape(len(x), -1, len(norm.weight)), norm).view(x.shape)
-            for x, norm in zip((q, k), norms, strict=True)
-        )
-    if rotary is not None:
-        q, k = _rotate(q, rotary, positions), _rotate(k, rotary, positions)
-        if rotary.q_scales is not None:
-            q = (q.float() * rotary.q_scales[positions.long()][:, None, None]).to(q.dtype)
-    return q, k, v
-
-
-def _rotate(x: torch.Tensor, rotary: RotaryTable, positions: torch.Tensor) -> torch.Tensor:
-    cos, sin = rotary.cos[positions.long()][:, None], rotary.sin[positions.long()][:, None]
-    dims = 2 * cos.shape[-1]
-    if rotary.is_interleaved:
-        a, b = x[..., :dims:2].float(), x[..., 1:dims:2].float()
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
-    else:
-        a, b = x[..., :dims].float().chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-    return torch.cat((turned, x[..., dims:]), dim=-1)

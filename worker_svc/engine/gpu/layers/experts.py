@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from worker_svc.engine.backend import ExpertLinears
+from worker_svc.engine.backend import ExpertLinears, Linear
+from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.decoder.layer import FeedForward
-from worker_svc.engine.gpu.kernels.activation import gated
-from worker_svc.engine.gpu.kernels.activation import reference as activated
+from worker_svc.engine.gpu.kernels.activation import gated, torch_activate, torch_gated_activation
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.linears.expert_linear import ExpertWeights, add_experts, expert_linear, shape_for
 from worker_svc.engine.gpu.kernels.linears.scaled_linear import ScaledRows, quantize_rows
 from worker_svc.engine.gpu.kernels.route import group, route
-from worker_svc.engine.gpu.kernels.route import reference as route_in_torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +31,12 @@ class StackedExperts(ExpertLinears):
         """Numbers of experts among those of this rank; others are below 0, or beyond the last one."""
         return experts - self.first if self.first else experts
 
+    def pair(self, number: int) -> tuple[Linear, Linear] | None:
+        if number == self.routing.num_experts:
+            return None if self.shared is None else (self.shared.gate_up, self.shared.down)
+        here = number - self.first
+        return (self.gate_up[here], self.down[here]) if 0 <= here < len(self.gate_up) else None
+
     @property
     def are_all_here(self) -> bool:
         return len(self.gate_up) == self.routing.num_experts
@@ -40,18 +45,16 @@ class StackedExperts(ExpertLinears):
 def torch_experts(
     x: torch.Tensor, router_logits: torch.Tensor, experts: StackedExperts, activation: str
 ) -> torch.Tensor:
-    routing = experts.routing
-    routes = route_in_torch(router_logits, routing, experts.correction)
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    chosen = experts.numbered_here(routes.experts)
-    for number in sorted(set(chosen.flatten().tolist()).intersection(range(len(experts.gate_up)))):
-        tokens, ranks = (chosen == number).nonzero(as_tuple=True)
-        inner = activated(experts.gate_up[number](x[tokens]), activation)
-        total[tokens] += experts.down[number](inner).float() * routes.shares[tokens, ranks, None]
-    if experts.shared is not None:
-        term = experts.shared.down(activated(experts.shared.gate_up(x), activation)).float()
-        total += term * router_logits[:, -1:].float().sigmoid() if routing.shared == "gated" else term
-    return total.to(x.dtype)
+    out = torch.empty_like(x)
+    torch_ops.experts(x, router_logits, experts, InTorch(), activation, out)
+    return out
+
+
+class InTorch:
+    """The activations in torch."""
+
+    gated_activation = staticmethod(torch_gated_activation)
+    activation = staticmethod(torch_activate)
 
 
 @kernel("experts", torch_experts)
@@ -64,6 +67,8 @@ def compute_experts(
     dense = experts.shared
     shared = None if dense is None else dense.down(gated(dense.gate_up(x), activation))
     routes = route(router_logits, routing, experts.correction)
+    if experts.scales is not None:
+        routes = replace(routes, shares=routes.shares * experts.scales[routes.experts.long()])
     chosen = experts.numbered_here(routes.experts)
     shape = shape_for(chosen.numel(), routing.num_experts, x.dtype, x.device, is_exact=experts.is_exact)
     tiles = group(chosen, num_here, shape.rows)

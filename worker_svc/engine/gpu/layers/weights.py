@@ -10,14 +10,15 @@ import torch
 
 from worker_svc.engine.backend import SITES, BackendUnavailableError, HeadShape, Linear, Module, Norm
 from worker_svc.engine.checkpoint.architecture import Role
+from worker_svc.engine.checkpoint.features import FEATURES
 from worker_svc.engine.checkpoint.quantization_config import Packed, Scaled
 from worker_svc.engine.checkpoint.quantized import order_of, read_fp8_rows, read_int4_rows
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import Quantization
-from worker_svc.engine.decoder.config import LayerSpec, ModelConfig
+from worker_svc.engine.decoder.config import Experts, LayerSpec, ModelConfig
 from worker_svc.engine.decoder.layer import FeedForward, Layer, RoutedExperts
 from worker_svc.engine.decoder.stored import Stored
-from worker_svc.engine.decoder.weights import WeightLoader
+from worker_svc.engine.decoder.weights import WeightLoader, in_factors
 from worker_svc.engine.gpu.collectives.group import ALONE, Group
 from worker_svc.engine.gpu.kernels.fp8 import scale_for
 from worker_svc.engine.gpu.kernels.linears import int4_linear
@@ -36,6 +37,7 @@ KEY_VALUE = ("k", "v")  # the same, but several ranks may hold the same head
 ROW_PARALLEL = ("o", "down")  # each rank multiplies a shard of the input; outputs are added
 INT4_BITS = 4
 FP8_NAME = "float8_e4m3fn"  # in quantization_config.py
+UNDIVIDED = {"recurrent", "latents", "kv_layouts", "layer_inputs", "streams", "output_gate", "experts_beside"}
 KEPT = ("router", "head")  # not rounded by `quantize`: a small error there changes experts and tokens
 
 
@@ -57,6 +59,7 @@ def kv_scales(layer: Layer, heads: HeadShape) -> torch.Tensor:
         squares += 0.0 if shift is None else shift.double().square()
     group = heads.num_q_heads // heads.num_kv_heads
     sizes = [rows * heads.num_kv_heads * heads.head_dim for rows in (group, 1, 1)]
+    squares = squares[: sum(sizes)]  # a gate of the outputs follows
     queries, keys, values = (part.view(heads.num_kv_heads, -1, dim).mean(1) for part in torch.split(squares, sizes))
     if layer.qk_norms is not None:
         gains = [_gain(norm).square().view(-1, dim) for norm in layer.qk_norms]
@@ -85,6 +88,9 @@ def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
         raise BackendUnavailableError(
             "norms of queries and keys that span all heads cannot be divided; use tensor_parallel_size 1"
         )
+    if size > 1 and (whole := config.features() & UNDIVIDED):
+        what = ", ".join(FEATURES[feature] for feature in sorted(whole))
+        raise BackendUnavailableError(f"{what} cannot be divided among GPUs; use tensor_parallel_size 1")
     for name, value in (
         ("num_attention_heads", heads.num_q_heads),
         *{("intermediate_size", layer.inner) for layer in config.layers if _is_inner_divided(layer, group)},
@@ -102,6 +108,8 @@ def shard_config(config: ModelConfig, group: Group) -> ModelConfig:
         raise BackendUnavailableError(
             f"vocab_size {config.vocab_size} is too small for tensor_parallel_size {size}; lower tensor_parallel_size"
         )
+    if size == 1:
+        return config
     shape = HeadShape(heads.num_q_heads // size, max(heads.num_kv_heads // size, 1), heads.head_dim)
     inners = [layer.inner // size if _is_inner_divided(layer, group) else layer.inner for layer in config.layers]
     pairs = zip(config.layers, inners, strict=True)
@@ -184,25 +192,23 @@ class ShardLoader(WeightLoader):
         self.formats.add("int4")
         return self._linears.make_int4_linear(packed, self._bias(stored))
 
-    def _feed_forward(self, spec: LayerSpec, stored: dict[str, Stored], prefix: str) -> FeedForward | RoutedExperts:
-        if spec.experts is None:
-            return super()._feed_forward(spec, stored, prefix)
-        routing = spec.experts.routing
+    def _routed(self, spec: LayerSpec, experts: Experts, stored: dict[str, Stored], prefix: str) -> RoutedExperts:
+        routing = experts.routing
         numbers = whole_experts(routing.num_experts, self._group)
         reader = self if numbers is None else self._undivided
         numbers = numbers or range(routing.num_experts)
         gate_up = reader._stack([stored[f"gate_up{number}"] for number in numbers])
         down = reader._stack([stored[f"down{number}"] for number in numbers])
-        correction, shared = self._correction(spec.experts, prefix), None
+        correction, shared = self._correction(experts, prefix), None
         if routing.shared != "none":
             names = (f"{name}{routing.num_experts}" for name in ("gate_up", "down"))
             shared = FeedForward(*(self._linear(stored[name]) for name in names))
-        experts = StackedExperts(
+        stacked = StackedExperts(
             *(self._views(gate_up), self._views(down), routing, correction, self._config.is_gated),
             *(gate_up, down, self._linears.is_exact, numbers.start),
             shared=shared,
         )
-        return RoutedExperts(self._router(routing, stored["router"]), experts)
+        return RoutedExperts(self._router(routing, stored["router"]), stacked)
 
     def _placed(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers.to(self._device)
@@ -245,7 +251,8 @@ class ShardLoader(WeightLoader):
         weights = []
         for name, roles in stored.tensors():
             weights += self._parts(roles, self._weight(name, stored, roles))
-        return self._join(weights)
+        joined = in_factors(stored, self._join(weights))
+        return joined if stored.order is None else joined[stored.order]
 
     def _fp8_weight(self, stored: Stored) -> Fp8Weight | None:
         """The weight as it is stored, or rounded to fp8. None: it is used in a float type."""
@@ -261,7 +268,7 @@ class ShardLoader(WeightLoader):
     def _fp8_scheme(self, stored: Stored) -> Scaled | None:
         """How a layer is stored whose weight can be multiplied in fp8."""
         schemes = {self._scheme(name) for name in stored.names}
-        if len(schemes) != 1 or not has_fp8(self._device):
+        if len(schemes) != 1 or stored.factors or not has_fp8(self._device):
             return None
         (scheme,) = schemes
         if not isinstance(scheme, Scaled) or scheme.dtype != FP8_NAME:
@@ -280,7 +287,10 @@ class ShardLoader(WeightLoader):
             spread = stored_scales if columns else stored_scales.expand(shape[0], self._group.size)
             scales += self._parts(roles, spread)
         whole = self._join(steps, self._bytes_uploader, torch.uint8).view(FP8)
-        placed = torch.cat(scales)[:, : None if columns else 1].T.contiguous().to(self._device)
+        found = torch.cat(scales)[:, : None if columns else 1]
+        if stored.order is not None:
+            whole, found = whole.view(torch.uint8)[stored.order].view(FP8), found[stored.order]
+        placed = found.T.contiguous().to(self._device)
         return Fp8Weight(whole, placed, columns or whole.shape[1])
 
     def _int8_rows(self, stored: Stored) -> Int8Rows | None:
@@ -302,6 +312,8 @@ class ShardLoader(WeightLoader):
         """The weight in int4 as it is stored. None: it is converted."""
         schemes = {self._scheme(name) for name in stored.names}
         scheme = next(iter(schemes))
+        if stored.order is not None or stored.factors:
+            return None
         if len(schemes) > 1 or not isinstance(scheme, Packed) or not has_int4(self._dtype, self._device):
             return None
         group, count = scheme.group or stored.in_features, stored.in_features

@@ -24,6 +24,10 @@ def attentions(setup: Setup) -> Iterator[Attention]:
     """The requested attention, then those that replace it if it fails. `auto` prefers a library that is better on this
     GPU, if it can serve. Raises BackendUnavailableError if the requested one cannot serve these settings."""
     name = setup.config.attention
+    if "attention" in setup.in_torch:
+        if name not in ("auto", "torch"):
+            raise BackendUnavailableError(f"attention {name} cannot compute this model; use --attention auto")
+        name = "torch"
     if name not in ("auto", "triton") and setup.is_exact:
         raise BackendUnavailableError(
             f"attention {name} cannot be exact: its results depend on the batch; "

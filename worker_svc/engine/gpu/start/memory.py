@@ -13,6 +13,7 @@ from request_fields.sizes import largest_pool
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.config import ModelConfig
 from worker_svc.engine.decoder.pool.kv_cache import DEFAULT_MEMORY, KVCachePool
+from worker_svc.engine.gpu.attention.paged import DevicePool
 from worker_svc.engine.gpu.collectives.group import ALONE, Group
 from worker_svc.engine.gpu.compute import StepCompute
 from worker_svc.engine.gpu.kernels import forms
@@ -42,11 +43,8 @@ def fitting(what: str, advice: str) -> Iterator[None]:
 
 def make_pool(
     num_blocks: int, block_size: int, model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Zeros [layers, 2, num_blocks, block_size, kv_heads, head_dim]: kernels may read slots past a sequence's end."""
-    heads = model.heads
-    size = (model.num_layers, 2, num_blocks, block_size, heads.num_kv_heads, heads.head_dim)
-    return torch.zeros(size, dtype=dtype, device=device)
+) -> DevicePool:
+    return DevicePool(model.kv_layouts(), num_blocks, block_size, dtype, device)
 
 
 def divide_memory(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from worker_svc.engine.backend import AttentionShape, BackendUnavailableError, NoDeviceError
+from worker_svc.engine.checkpoint.features import FEATURES, IN_TORCH
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import ComputeDtype, EngineConfig, Kernels
 from worker_svc.engine.decoder.config import ModelConfig
@@ -46,6 +47,7 @@ class Setup:
     device: torch.device
     group: Group
     degradations: Degradations = field(default_factory=Degradations)
+    in_torch: tuple[str, ...] = ()  # kernels whose torch forms compute this model
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,10 +105,10 @@ def make_setup(
 ) -> Setup:
     """Raises BackendUnavailableError for a model or settings that the device cannot serve."""
     model = shard_config(whole, group)
-    dim, (least, most) = model.heads.head_dim, HEAD_DIMS
-    if config.kernels != "torch" and not least <= dim <= most:
+    in_torch = () if config.kernels == "torch" else kernels_in_torch(model, config.kernels, degradations)
+    if config.kv_cache_dtype == "fp8" and (lacking := whole.features() & {"latents", "kv_layouts"}):
         raise BackendUnavailableError(
-            f"head_dim {dim} is outside {least} to {most}, the range of the cuda backend; use --backend cpu"
+            f"kv_cache_dtype fp8 cannot be used with {FEATURES[min(lacking)]}; use --kv-cache-dtype auto"
         )
     if config.kv_cache_dtype == "fp8":
         _check_fp8(device, "kv_cache_dtype fp8", "use --kv-cache-dtype auto")
@@ -116,7 +118,28 @@ def make_setup(
         raise BackendUnavailableError(
             "quantize int8 does not serve experts on a GPU; use --quantize fp8, or --backend cpu"
         )
-    return Setup(config, whole, model, choose_dtype(config, checkpoint, device), device, group, degradations)
+    if model.is_recurrent and config.kernels != "torch":
+        degradations.note("recurrent layers run in plain torch, prompts token by token, which is slower")
+    if model.is_recurrent and config.speculate is not None:
+        degradations.note("no step is launched ahead, because the host chooses the states that follow right drafts")
+    dtype = choose_dtype(config, checkpoint, device)
+    return Setup(config, whole, model, dtype, device, group, degradations, in_torch)
+
+
+def kernels_in_torch(model: ModelConfig, kernels: Kernels, degradations: Degradations) -> tuple[str, ...]:
+    """The kernels that no form in Triton has for this model. Raises BackendUnavailableError if Triton is required."""
+    reasons: dict[str, str] = {}
+    for feature in sorted(model.features() & IN_TORCH.keys()):
+        reasons |= dict.fromkeys(IN_TORCH[feature], f"the model has {FEATURES[feature]}")
+    least, most = HEAD_DIMS
+    for dim in {layer.heads.head_dim for layer in model.layers if layer.attends and layer.latents is None}:
+        if not least <= dim <= most:
+            reasons.setdefault("attention", f"head_dim {dim} is outside {least} to {most}")
+    for name, reason in reasons.items():
+        if kernels == "triton":
+            raise BackendUnavailableError(f"Triton has no form of {name} here: {reason}; use --kernels auto")
+        degradations.note(f"plain torch replaces {name}, which is slower: {reason}")
+    return tuple(reasons)
 
 
 def find_device(config: EngineConfig, rank: int = 0) -> torch.device:

@@ -3,6 +3,7 @@
     before     the step is checked: asks for hidden states, or for an end of the forward pass at the logits
     process    the forward pass is launched: changes the logits of S tokens
     sampled    the sampler is launched: tokens int32 [S], on the device
+    launched   the step is launched: launches what comes after it
     reads      the step has ended: what the hooks before have launched is in host memory; any thread
 
 A step without graphs ends at its logits, or is computed from hidden states.
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 
 from step_protocol.columns import I64, Bools
-from step_protocol.messages import StepOutput
-from worker_svc.engine.gpu.step.step_buffer import StepColumns
+from step_protocol.messages import StepBatch, StepOutput
+from worker_svc.engine.backend import SnapshotColumns
+from worker_svc.engine.gpu.step.step_buffer import NO_SNAPSHOTS, StepColumns
 from worker_svc.engine.step import CheckedStep, RowErrors
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # makes logits of hidden states [n, dim]
@@ -43,6 +45,7 @@ class StepResults:
 class DeviceStep:
     """What the parts of a step add to it."""
 
+    batch: StepBatch
     plan: CheckedStep
     errors: RowErrors
     parts: Sequence[DevicePart]
@@ -50,6 +53,7 @@ class DeviceStep:
     # Tokens whose hidden states are needed, and what reads these
     states: list[tuple[I64, Callable[[torch.Tensor, Head], None]]] = field(default_factory=list)
     reads: list[Callable[[StepResults], None]] = field(default_factory=list)  # in this order
+    snapshots: SnapshotColumns = NO_SNAPSHOTS
 
 
 @dataclass(slots=True)
@@ -71,3 +75,5 @@ class DevicePart:
     def process(self, step: DeviceStep, logits: DeviceLogits) -> None: ...
 
     def sampled(self, step: DeviceStep, logits: DeviceLogits, tokens: torch.Tensor) -> None: ...
+
+    def launched(self, step: DeviceStep) -> None: ...

@@ -57,6 +57,7 @@ class Verified:
 class StepDrafts:
     """What a step needs to start and to settle, of a worker that computes drafts."""
 
+    plan: CheckedStep
     verified: Verified
     nth: I64  # [S] of each sample in its row
     has_more: Bools  # [S] a draft behind it is computed
@@ -91,10 +92,13 @@ class Settled:
 class DeviceDrafts(RowDrafts):
     """Owns what the host knows of drafts. A RowPart; called by the model thread."""
 
-    def __init__(self, rows: OpenRows, max_drafts: int, max_samples: int, max_tokens: int, tables: DraftTables) -> None:
+    def __init__(
+        self, rows: OpenRows, max_drafts: int, most_drafts: int, max_samples: int, max_tokens: int, tables: DraftTables
+    ) -> None:
+        """`most_drafts`: of a step."""
         super().__init__(rows, max_drafts, lambda _: DeviceSuffixes())
         self._max_samples, self._max_tokens = max_samples, max_tokens
-        self._tables = tables
+        self._tables, self._most_in_step = tables, most_drafts
         self._reserved: I64 = np.zeros(len(rows.is_open), np.int64)  # tokens of steps in flight, the most possible
         self._budget = 0  # drafts that the step may still have
         self._ended_at = 0.0
@@ -116,7 +120,7 @@ class DeviceDrafts(RowDrafts):
 
     def begin(self, batch: StepBatch, errors: RowErrors) -> StepBatch:
         num_samples, num_tokens = len(batch.rows) + len(batch.fork_rows), len(batch.slot_mapping)
-        self._budget = min(self._max_samples - num_samples, self._max_tokens - num_tokens)
+        self._budget = min(self._max_samples - num_samples, self._max_tokens - num_tokens, self._most_in_step)
         step = super().begin(batch, errors)
         if step.draft_lens is not None or not len(self._speculating(batch)):
             return step
@@ -143,7 +147,7 @@ class DeviceDrafts(RowDrafts):
         wanted[nth == 0] = self._wanted_by(rows[nth == 0])
         is_timed = not batch.opens and int(plan.starts[-1]) == len(rows)
         least = plan.sampled_positions - self._reserved[rows]
-        return StepDrafts(verified, nth, has_more, least, is_unknown, wanted, is_timed)
+        return StepDrafts(plan, verified, nth, has_more, least, is_unknown, wanted, is_timed)
 
     def _verified(self, batch: StepBatch, plan: CheckedStep, nth: I64) -> Verified:
         if plan.num_after is None:

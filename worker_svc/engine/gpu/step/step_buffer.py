@@ -9,6 +9,7 @@ are a second copy, of steps that have some.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 from request_fields.fields import MAX_BANNED_IDS
 from step_protocol.columns import I32, I64
-from worker_svc.engine.backend import DeepRows, Embedded, RotaryTable
+from worker_svc.engine.backend import DeepRows, Embedded, RotaryTable, SnapshotColumns
 from worker_svc.engine.gpu.kernels.attention import Queries
 from worker_svc.engine.gpu.layers.device_slots import NO_ADAPTER, TokenAdapters
 from worker_svc.engine.gpu.step.device_rows import HEAD_WORDS
@@ -60,6 +61,9 @@ class PlacedInputs:
         return None if given is None else cls(to_device(given.tokens, device), to_device(given.rows, device))
 
 
+NO_SNAPSHOTS = SnapshotColumns(*np.zeros((3, 1), np.int32))
+
+
 @dataclass(frozen=True, slots=True)
 class HostStep:
     """What a step has beside its columns: its lengths on the host, for attention that needs them, and what its inputs
@@ -70,6 +74,8 @@ class HostStep:
     inputs: PlacedInputs | None = None  # None: all tokens are of the vocabulary
     deep: PlacedInputs | None = None
     rotary: RotaryTable | None = None  # with a row for each token, in place of that of the layers
+    rows: Sequence[int] = ()  # [B]
+    snapshots: SnapshotColumns = NO_SNAPSHOTS  # states that recurrent layers keep
 
     @property
     def fits_graph(self) -> bool:
