@@ -104,6 +104,10 @@ FLAGS = (
         "the gateway prefers replicas that have the prompt's prefix cached, keeps records of resumable requests, and "
         "counts the limits of owners for all gateways together",
     ),
+    Flag("--routes", path,
+        "file with the routes of model names (docs/upgrade.md), which are otherwise in Redis; read again when it "
+        "changes, and written by `quire route`",
+    ),
     FlagGroup("records of resumable requests and stored answers, in Redis (docs/resume.md)", (
         Flag("--record-memory", size_bytes,
             "without --redis: keep records in this much memory of the gateway, for a single gateway process; those "

@@ -26,7 +26,8 @@ SPECS = (
     Spec(
         "requests_total", "counter",
         "generations that ended, by finish reason (for n > 1, the reason of the last sample); cancelled: by the "
-        "client; failed: ended with an error status", "", ("model_name", "finished_reason"), ("request_success_total",),
+        "client; failed: ended with an error status; dropped: copies for a shadow that found no room", "",
+        ("model_name", "finished_reason"), ("request_success_total",),
     ),
     Spec("requests_resumed_total", "counter", "accepted generations that resumed with a continuation", "", MODEL),
     Spec(

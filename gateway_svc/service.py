@@ -34,6 +34,7 @@ from gateway_svc.request.sandbox.image_preparer import ImageLimits, ImagePrepare
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
 from gateway_svc.request.threads import Threads
 from gateway_svc.request.validation import LOGPROBS_MODES, RequestLimits
+from gateway_svc.schedulers.routes import FileTable, RedisTable, Routes, RoutesError
 from gateway_svc.servicer import InferenceServicer, make_servicer
 from prefix_index.reader import RedisPrefixReader
 from svc_common import config
@@ -71,7 +72,7 @@ class GatewayProcess:
         self._state = SharedState(args)
         self._ports = Ports(args, gateway_id, self._state.limits)
         self._tracer = make_tracer(args, "gateway", gateway_id)
-        self._schedulers = Schedulers(args, gateway_id, self._changed.set)
+        self._schedulers = Schedulers(args, gateway_id, self._changed.set, self._state.routes)
         self._templates = TemplateRenderer()
         self._audio = AudioDecoder()
         self._images = ImagePreparer(ImageLimits(args.max_images, args.max_image_bytes, args.max_image_pixels))
@@ -156,12 +157,13 @@ class GatewayProcess:
 
 class SharedState:
     """What the gateways of a deployment share in Redis, or one gateway has in memory: the reader of the prefix index,
-    None without --redis, the recorder, None without records, and owners' limits. Raises SettingError.
+    None without --redis, routes, the recorder, None without records, and owners' limits. Raises SettingError.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
         redis = redis_server(args)
         self.reader = None if redis is None else RedisPrefixReader(redis, namespace=args.redis_namespace)
+        self.routes = _make_routes(args, redis)
         self.limits = _make_limits(args, redis)
         self.recorder = _make_recorder(args, redis, self.limits)
         self.batches = make_batches(args, redis)
@@ -169,10 +171,18 @@ class SharedState:
     def start(self, closing: AsyncExitStack) -> None:
         """Connect, and close with `closing`."""
         closing.push_async_callback(self.batches.close)
-        for part in (self.reader, self.recorder, self.limits):
+        for part in (self.reader, self.routes, self.recorder, self.limits):
             if part is not None:
                 closing.push_async_callback(part.close)
                 part.start()
+
+
+def _make_routes(args: argparse.Namespace, redis: RedisServer | None) -> Routes:
+    table = None if redis is None else RedisTable(redis, args.redis_namespace)
+    try:
+        return Routes(table if args.routes is None else FileTable(args.routes))
+    except (RoutesError, OSError) as error:
+        raise RoutesError(f"--routes {args.routes}: {error}") from None
 
 
 def _make_recorder(args: argparse.Namespace, redis: RedisServer | None, key_limits: KeyLimits) -> OutputRecorder | None:

@@ -26,12 +26,14 @@ from gateway_svc.pipeline.pooling import PoolingPipeline
 from gateway_svc.pipeline.sessions import Sessions
 from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.request.field_errors import BYTES_PER_TOKEN
+from gateway_svc.request.models import ServedModel
 from gateway_svc.request.plan import Planner
 from gateway_svc.request.prompts.readers import PromptReaders, check_detokenize, check_tokenize
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
 from gateway_svc.request.validation import check_abort
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
+from gateway_svc.schedulers.routes import MAX_SHADOW_BYTES, MAX_SHADOWS, Shadows
 from gateway_svc.schedulers.submitter import PrefixReader, Submitter
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -110,10 +112,10 @@ class InferenceServicer(InferenceServiceServicer):
         async with self.admission.call(request.ByteSize() // BYTES_PER_TOKEN):
             return await self.tokenize(request)
 
-    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        """The same as a part of another call."""
+    async def tokenize(self, request: pb.TokenizeRequest, model: ServedModel | None = None) -> pb.TokenizeResponse:
+        """The same as a part of another call, for its model."""
         check_tokenize(request)
-        model = self._directory.find_text(request.model)
+        model = model or self._directory.find_text(request.model)
         annotate(model=model.name)
         return await self._prompts.tokenize(request, model)
 
@@ -128,10 +130,12 @@ class InferenceServicer(InferenceServiceServicer):
         async with self.admission.call(len(request.ids)):
             return await self.detokenize(request)
 
-    async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
-        """The same as a part of another call."""
+    async def detokenize(
+        self, request: pb.DetokenizeRequest, model: ServedModel | None = None
+    ) -> pb.DetokenizeResponse:
+        """The same as a part of another call, for its model."""
         check_detokenize(request.ids)
-        model = self._directory.find_text(request.model)
+        model = model or self._directory.find_text(request.model)
         annotate(model=model.name)
         return await self._prompts.detokenize(request, model)
 
@@ -140,15 +144,14 @@ class InferenceServicer(InferenceServiceServicer):
     async def ListModels(self, request: pb.ListModelsRequest, context: Context | None = None) -> pb.ListModelsResponse:
         """All models."""
         async with self.admission.call():
-            models = self._directory.models()
-        return pb.ListModelsResponse(models=[pb.Model(info=m.info, ready_workers=workers) for m, workers in models])
+            return pb.ListModelsResponse(models=self._directory.listed())
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context | None = None) -> pb.GetModelResponse:
         """One model."""
         async with self.admission.call():
             name = self._directory.find_text(request.model).name
-            model, workers = next((m, w) for m, w in self._directory.models() if m.name == name)
-        return pb.GetModelResponse(model=pb.Model(info=model.info, ready_workers=workers))
+            listed = {model.info.model: model for model in self._directory.listed()}
+        return pb.GetModelResponse(model=listed.get(request.model) or listed[name])
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """The state of every scheduler; a summary where clients are not operators."""
@@ -239,16 +242,22 @@ def make_servicer(
     """A servicer with its pipelines."""
     admission, lane = admission or CallAdmission(directory), prompts.threads.requests
     submitter = Submitter(dispatcher, lane, reader, chunk_interval_s)
+    planner = Planner(grammars, lane)
+    direct = ModelDirectory(directory.clients)  # without routes, limits of keys and room for requests
+    copies = CallAdmission(direct, requests=admission.requests, isolates_tenants=admission.isolates_tenants)
+    copy_streams = OpenStreams(MAX_SHADOWS, MAX_SHADOW_BYTES, streams.metrics)
+    shadow = GenerationPipeline(direct, copies, prompts, planner, submitter, copy_streams)
     generation = GenerationPipeline(
         directory,
         admission,
         prompts,
-        Planner(grammars, lane),
+        planner,
         submitter,
         streams,
         recorder=recorder,
         traces=traces,
         signer=signer,
+        shadows=Shadows(directory.routes.rows, shadow.generate, streams.metrics.on_drop),
     )
     pooling = PoolingPipeline(admission, prompts, submitter, streams)
     decisions = DecisionPipeline(generation, directory, admission, lane)

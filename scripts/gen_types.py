@@ -136,6 +136,7 @@ MODULES = (
             Copy("SessionSample"),
             Copy("Session", "SessionInfo"),
             Copy("Adapter", "AdapterStatus"),
+            Copy("Route", "Route", {"targets": ("dict[str, int]", "field(default_factory=dict)")}),
             Copy("WorkerInfo", "WorkerStatus", {"role": ("str", '"both"')}),
             Copy("LatencyHistogram"),
             Copy("OpenRequest"),

@@ -18,6 +18,7 @@ DECISIONS = "tests/processes/test_decisions.py::"
 SESSIONS = "tests/processes/test_sessions.py::"
 RESUME = "tests/processes/test_resume.py::"
 
+ROUTES = "tests/processes/test_routes.py::test_flips_kills_and_lost_shadows_lose_no_request"
 ADAPTERS = "tests/processes/test_adapters.py::test_loading_unloading_and_refusals"
 IMAGES = "tests/processes/test_images.py::test_images_equal_transformers_when_a_worker_is_killed"
 EMBED = "tests/processes/test_embeddings.py::"
@@ -111,5 +112,9 @@ OWN_TESTS: Mapping[str, str] = {
     "UnloadAdapterRequest.name": ADAPTERS,
     "UnloadAdapterRequest.model": ADAPTERS,
     "ListAdaptersRequest.model": ADAPTERS,
+    "SetRouteRequest.route": ROUTES,
+    "Route.name": ROUTES,
+    "Route.targets": ROUTES,
+    "Route.shadow": ROUTES,
     "DrainWorkerRequest.timeout_s": FIELDS + "test_a_worker_is_drained_by_id_and_model_within_its_time",
 }

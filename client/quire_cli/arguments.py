@@ -18,6 +18,7 @@ from quire_cli.parser import (
     count_of,
     number,
     positive,
+    route_target,
     switch,
     text_file,
     token_ids,
@@ -59,6 +60,14 @@ examples:
   quire adapter list
   quire generate "SELECT" --adapter sql
   quire adapter unload sql
+"""
+
+ROUTE_EXAMPLES = """\
+examples:
+  quire route set prod demo-v1               prod stands for demo-v1
+  quire route set prod demo-v1=90 demo-v2=10 a tenth of the conversations goes to demo-v2
+  quire route set demo demo-v2               demo-v2 takes the place of demo
+  quire route set demo --shadow demo-v2      demo-v2 gets copies
 """
 
 CHAT_EXAMPLES = """\
@@ -215,6 +224,17 @@ COMMANDS = (
             arg("name", metavar="NAME", help="the adapter's name"), _model("the only one"), JSON, *TARGET,
         )),
         Command("list", "adapter.show", "the adapters of one model or of all models", (_model("all"), JSON, *TARGET)),
+    )),
+    Command("route", "", "names that stand for models: aliases, splits, shadows", epilog=ROUTE_EXAMPLES, actions=(
+        Command("set", "route.put", "set a route", (
+            arg("name", metavar="NAME", help="the name in requests"),
+            arg("targets", nargs="*", type=route_target, metavar="TARGET[=WEIGHT]",
+                help="models or adapters, and their parts (default: the model NAME; weight 1)"),
+            arg("--shadow", default="", metavar="MODEL", help="gets a copy of each generation and never answers"),
+            JSON, *TARGET,
+        )),
+        Command("rm", "route.remove", "remove a route", (arg("name", metavar="NAME", help="its name"), JSON, *TARGET)),
+        Command("list", "route.show", "all routes", (JSON, *TARGET)),
     )),
     Command("session", "", "list, show and delete sessions", actions=(
         Command("list", "session.list_all", "your sessions, the newest first", (JSON, *TARGET)),

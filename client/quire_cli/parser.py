@@ -200,6 +200,11 @@ def text_file(text: str) -> str:
         raise argparse.ArgumentTypeError(f"cannot read {text}: {error}") from None
 
 
+def route_target(text: str) -> tuple[str, int]:
+    name, equals, weight = text.rpartition("=")
+    return (name, within(0)(weight)) if equals else (text, 1)
+
+
 def token_ids(text: str) -> list[int]:
     try:
         ids = [int(part) for part in text.replace(" ", ",").split(",") if part]

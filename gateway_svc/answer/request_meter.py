@@ -154,3 +154,7 @@ class GatewayMetrics:
         """Measure one generation, as a context manager."""
         times = self.models.get(model) or self.models.setdefault(model, ModelTimes())
         return RequestMeter(request_id, model, times, asyncio.get_running_loop().time)
+
+    def on_drop(self, model: str) -> None:
+        """Count a copy of a request that was not sent to its shadow."""
+        self.models.setdefault(model, ModelTimes()).ends["dropped"] += 1

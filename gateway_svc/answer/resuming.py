@@ -67,7 +67,8 @@ def record_of(request: pb.GenerateRequest, plan: GenerationPlan, notes: bytes) -
     kept.continuation.Clear()
     kept.joins_events = False  # a property of the client, and another one may resume the request
     kept.continuation.revision = plan.model.revision
-    return record_pb2.RequestRecord(request=kept, prompt_token_ids=u32_to_bytes(plan.prompt.ids), notes=notes)
+    ids = u32_to_bytes(plan.prompt.ids)
+    return record_pb2.RequestRecord(request=kept, prompt_token_ids=ids, notes=notes, alias=plan.model.alias)
 
 
 @asynccontextmanager

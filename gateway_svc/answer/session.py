@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,12 @@ class SessionBase:
 
     record: StoredRecord
     sample: int
+    keeps_model: bool = True  # the request names the model of the session, or the route by which it was chosen
+
+    @property
+    def alias(self) -> str | None:
+        """The route by which the session's model was chosen (empty: none); None if the request gets its own model."""
+        return self.record.content.alias if self.keeps_model else None
 
     @property
     def request(self) -> pb.GenerateRequest:
@@ -55,7 +61,7 @@ class SessionBase:
         return [*u32_from_bytes(self.record.content.prompt_token_ids), *self.output]
 
 
-def base_of(request: pb.GenerateRequest, record: StoredRecord) -> SessionBase:
+def base_of(request: pb.GenerateRequest, record: StoredRecord, serves: Callable[[str], bool]) -> SessionBase:
     """The part that a request continues. Raises InvalidRequestError if it cannot be continued with new input."""
     earlier, num_samples = record.content.request, len(record.outputs)
     kind = earlier.prompt.WhichOneof("kind")
@@ -65,7 +71,9 @@ def base_of(request: pb.GenerateRequest, record: StoredRecord) -> SessionBase:
         raise invalid("prompt.chat", f"is set, but the prompt of the session is {kind}; send text or token ids")
     if request.session_sample >= num_samples:
         raise invalid("session_sample", f"is {request.session_sample}; must be from 0 to {num_samples - 1}")
-    base = SessionBase(record, request.session_sample)
+    names = "", record.content.alias, earlier.model
+    keeps_model = request.model in names and (not record.content.alias or serves(earlier.model))
+    base = SessionBase(record, request.session_sample, keeps_model)
     if not record.keeps_output:
         words = "names a session whose output is not stored, because it has log probabilities or best_of"
         raise invalid("session_id", f"{words}; send the whole prompt")
@@ -86,8 +94,10 @@ def inherit(request: pb.GenerateRequest, base: SessionBase) -> None:
     _fill(request.sampling, earlier.sampling, OWN_SAMPLING)
     _fill(request.stop, earlier.stop, OWN_STOP)
     request.scheduling.cache_salt = request.scheduling.cache_salt or earlier.scheduling.cache_salt
-    if not request.model:
-        request.model, request.adapter = earlier.model, request.adapter or earlier.adapter
+    alias = base.record.content.alias
+    if request.model in ("", alias):
+        request.model = earlier.model if base.keeps_model else alias
+        request.adapter = request.adapter or earlier.adapter
 
 
 def continue_chat(request: pb.GenerateRequest, base: SessionBase, model: ServedModel) -> None:

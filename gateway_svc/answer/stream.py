@@ -338,7 +338,7 @@ class GenerationStream:
         accepted = pb.Accepted(
             request_id=plan.request_id,
             seed=plan.sampling.params.seed,
-            model=plan.model.name,
+            **plan.model.names,
             prompt_tokens=len(plan.prompt.ids),
             revision=plan.model.revision,
             n=plan.sampling.params.n,

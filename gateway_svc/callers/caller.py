@@ -46,6 +46,8 @@ ANONYMOUS = Caller()
 
 # The caller of the current call. Tasks that a call starts inherit it.
 current_caller: ContextVar[Caller] = ContextVar("current_caller", default=ANONYMOUS)
+# Over HTTP: collects the targets of the routes that the current call names, for a header of the answer.
+current_targets: ContextVar[list[str]] = ContextVar("current_targets")
 
 
 def scoped(request_id: str) -> str:

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway_svc.answer.request_meter import http_request_id
 from gateway_svc.callers.authenticator import Authenticator
-from gateway_svc.callers.caller import CANCELLED, OK, annotate, current_caller
+from gateway_svc.callers.caller import CANCELLED, OK, annotate, current_caller, current_targets
 from gateway_svc.http.errors import BodyTooLargeError, MethodNotAllowedError, error_body_of, error_headers
 from gateway_svc.http.json_text import encode
 from gateway_svc.operators.audit import AuditLog
@@ -111,6 +111,7 @@ OPEN_PATHS = ("/health", "/ping")  # probes need no key
 REQUEST_ID_HEADER = "x-request-id"
 KEY_HEADER = "x-api-key"  # sent by Anthropic's clients
 IGNORED_HEADER = "x-ignored-fields"
+TARGET_HEADER = b"x-model-target"
 
 
 class ClientGoneError(Exception):
@@ -156,6 +157,7 @@ class HttpApp:
         answer = _Sender(send, headers)
         scope["request_id"] = answer.request_id
         http_request_id.set(answer.request_id)
+        current_targets.set(answer.targets)
         if self._on_headers is not None:
             self._on_headers(headers)
         with self._audited(scope, answer):
@@ -254,6 +256,7 @@ class _Sender:
         self.request_id = request_id if REQUEST_ID.fullmatch(request_id) else f"req-{secrets.token_hex(12)}"
         self._send = send
         self._header = (REQUEST_ID_HEADER.encode(), self.request_id.encode())
+        self.targets: list[str] = []  # targets that were chosen by routes
         self.status: int | None = None
         self.is_complete = False
 
@@ -265,7 +268,8 @@ class _Sender:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             closing = [(b"connection", b"close")] if self.has_unread_body else []
-            message["headers"] = [*message.get("headers", ()), self._header, *closing]
+            targets = [(TARGET_HEADER, ", ".join(dict.fromkeys(self.targets)).encode())] if self.targets else []
+            message["headers"] = [*message.get("headers", ()), self._header, *targets, *closing]
         await self._send(message)
         if message["type"] == "http.response.body":
             self.is_complete = not message.get("more_body", False)

@@ -229,7 +229,7 @@ class Handlers:
         request.scope["names"] = asked.names
         mark_conversation(request, asked.requests)
         self._servicer.generation.streams.check_room(num_calls=len(asked.requests))
-        if self._directory.find_text(asked.model).text.tokenizer is None:
+        if self._directory.text_of(asked.requests[0]).text.tokenizer is None:
             asked = with_token_ids(asked)
         prompts, slices = list[PromptParts](), Slices()
         for one in asked.requests:
@@ -256,7 +256,8 @@ class Handlers:
         prompt, cut, ids = request.prompt, request.truncate_prompt_tokens, None
         has_ids = asked.returns_token_ids and not (prompt.HasField("embeddings") or has_images(prompt.chat))
         if has_ids or (cut and asked.has_echo):
-            ids = list((await self._servicer.tokenize(pb.TokenizeRequest(model=request.model, prompt=prompt))).ids)
+            model = self._directory.text_of(request)
+            ids = list((await self._servicer.tokenize(pb.TokenizeRequest(prompt=prompt), model)).ids)
             if cut and len(ids) > cut:  # the rest is not computed
                 ids = ids[-cut:]
                 prompt = pb.Prompt(tokens=types.TokenIds(ids=ids))
@@ -269,11 +270,11 @@ class Handlers:
         try:
             text = await self._servicer.detokenize(
                 pb.DetokenizeRequest(
-                    model=request.model,
                     ids=prompt.tokens.ids,
                     skip_special_tokens=not request.output.HasField("skip_special_tokens")
                     or request.output.skip_special_tokens,
-                )
+                ),
+                self._directory.text_of(request),
             )
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message.replace("ids", "prompt", 1), field="prompt") from None

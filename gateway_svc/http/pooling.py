@@ -346,7 +346,7 @@ class PoolingHandlers:
         """Embed one or more texts, in Cohere's form."""
         request.scope["names"] = COHERE_NAMES
         asked: CohereEmbeddings = await self._read(request, cohere_embeddings_of)
-        prompts = self._directory.find_text(asked.request.model).text.pooling.prompts
+        prompts = self._directory.text_of(asked.request).text.pooling.prompts
         asked.request.prompt_name = asked.prompt_name(prompts)
         reply = await self._pooling.embed(asked.request)
         return json_reply(await self._lane.run(_size(reply), encoded_cohere, reply, asked), asked.ignored)
@@ -364,12 +364,12 @@ class PoolingHandlers:
         request.scope["names"] = EMBED_NAMES
         asked: PoolingBody = await self._read(request, classify_of)
         reply = await self._pooled(asked)
-        labels = self._directory.find_text(reply.model).text.pooling.labels
+        labels = self._directory.find(reply.target or reply.model).text.pooling.labels
         answer = partial(classify_answer, labels=labels, created=int(time.time()))
         return json_reply(await self._lane.run(_size(reply), answer, reply), asked.ignored)
 
     async def _pooled(self, asked: PoolingBody) -> pb.EmbedResponse:
-        facts = self._directory.find_text(asked.request.model).info.pooling
+        facts = self._directory.text_of(asked.request).info.pooling
         if asked.task == "classify" or (asked.task is None and facts.num_classes):
             return await self._pooling.classify(asked.request, is_raw=asked.is_raw)
         return await self._pooling.embed(asked.request)

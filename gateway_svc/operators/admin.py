@@ -19,6 +19,7 @@ from quire.v1.inference_pb2_grpc import AdminServiceServicer
 
 from gateway_svc.callers.caller import record_target
 from gateway_svc.schedulers.directory import ModelDirectory
+from gateway_svc.schedulers.routes import table_of
 from gateway_svc.schedulers.scheduler_client import RELEASE_TIMEOUT_S, RETRY_AFTER_S, STATUS_TIMEOUT_S, SchedulerClient
 from svc_common.errors import InvalidRequestError, NotFoundError, UnavailableError, error_of_call
 from svc_common.observe.inspection import Inspector, answer_timeout_s, checked_times
@@ -185,6 +186,21 @@ class AdminServicer(AdminServiceServicer):
         connected = [client for client in clients if client.is_connected]
         found = await asyncio.gather(*(adapters(client) for client in connected))
         return pb.ListAdaptersResponse(adapters=_merged([adapter for part in found for adapter in part]))
+
+    async def SetRoute(self, request: pb.SetRouteRequest, context: Context) -> pb.SetRouteResponse:
+        """Set or remove a route. Raises ServiceError."""
+        targets = dict(request.route.targets)
+        record_target(request.route.name)
+        for model in filter(None, (*targets, request.route.shadow)):
+            if not self._directory.readiness(model):
+                self._directory.find(model)  # raises what is wrong with the name
+        await self._directory.routes.set(request.route, self._directory.readiness)
+        record_target(f"{request.route.name} {targets or 'removed'} {request.route.shadow}".strip())
+        return pb.SetRouteResponse()
+
+    async def ListRoutes(self, request: pb.ListRoutesRequest, context: Context) -> pb.ListRoutesResponse:
+        """All routes."""
+        return table_of(self._directory.routes.rows)
 
     async def Inspect(self, request: pb.InspectRequest, context: Context) -> pb.InspectResponse:
         """A profile or a report of a service. Raises InvalidRequestError, NotFoundError, or the service's error."""

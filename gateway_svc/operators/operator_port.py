@@ -153,6 +153,7 @@ class Elsewhere(AdminServiceServicer):
     """Refuses the calls of AdminService on the port for inference."""
 
     Inspect = LoadAdapter = UnloadAdapter = ListAdapters = DrainWorker = _refusal("AdminService")
+    SetRoute = ListRoutes = Inspect
 
 
 class RolloutsElsewhere(RolloutServiceServicer):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.callers.caller import annotate, current_caller, tenant_salt
+from gateway_svc.callers.caller import annotate, current_caller, current_targets, tenant_salt
 from gateway_svc.limits.key_limits import KeyLimits
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.validation import DEFAULT_LIMITS, RequestLimits
@@ -30,17 +31,34 @@ class CallAdmission:
         self._directory = directory
         self._keys = keys or KeyLimits()
         self.counts = self._keys.is_on  # some requests count against limits of keys
-        self._isolates_tenants = isolates_tenants
+        self.isolates_tenants = isolates_tenants
 
     def model(
-        self, request: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest, revision: str = "", adapter: str = ""
+        self,
+        request: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest,
+        revision: str = "",
+        adapter: str = "",
+        *,
+        alias: str | None = None,
     ) -> ServedModel:
-        """The model of a request whose fields are checked. Raises ServiceError if the caller may not use it now."""
-        model = self._directory.find(request.model, revision, adapter)
+        """The model of a request whose fields are checked. Raises ServiceError if the caller may not use it now.
+
+        `alias`: the request has named its model already, and this is the route by which it was chosen (empty: none).
+        """
+        name, owner = request.model, current_caller.get().owner
+        if alias is None:
+            alias, name = self._directory.routed(request, revision)
+        model = self._directory.find(name, revision, adapter)
+        if alias:
+            model = replace(model, alias=alias)
+            current_targets.get([]).append(model.name)
         annotate(model=model.name)
         if self._keys.names_owners:
-            self._keys.check(current_caller.get().owner, model.name, request.scheduling.priority)
+            self._keys.check(owner, alias or model.name, request.scheduling.priority)
         return model
+
+    def serves(self, model: str) -> bool:
+        return self._directory.readiness(model) > 0
 
     def counted(
         self, scoped_id: str, num_tokens: int, num_used: Callable[[], int], *, num_rows: int = 1
@@ -66,4 +84,4 @@ class CallAdmission:
     def cache_salt(self, scheduling: pb.SchedulingParams) -> str:
         """A record keeps the salt of the request, so a resumed request gets the same salt again."""
         salt = scheduling.cache_salt
-        return tenant_salt(current_caller.get().owner, salt) if self._isolates_tenants else salt
+        return tenant_salt(current_caller.get().owner, salt) if self.isolates_tenants else salt

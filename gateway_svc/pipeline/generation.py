@@ -27,6 +27,7 @@ from gateway_svc.request.prompts.audio import AudioPart
 from gateway_svc.request.prompts.readers import PromptReaders, check_prompt_size
 from gateway_svc.request.validation import RequestLimits, check_generate, check_request_id, check_resume, sent_tokens
 from gateway_svc.schedulers.directory import ModelDirectory
+from gateway_svc.schedulers.routes import Shadows
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from gateway_svc.schedulers.submitter import Submission, Submitter
 from request_fields.parameters import Grammar
@@ -93,6 +94,7 @@ class GenerationPipeline:
         recorder: OutputRecorder | None = None,
         traces: GenerationTraces | None = None,
         signer: ReceiptSigner | None = None,
+        shadows: Shadows | None = None,
     ) -> None:
         self.streams = streams
         self.traces = traces
@@ -105,6 +107,7 @@ class GenerationPipeline:
         self._submitter = submitter
         self._recorder = recorder
         self._signer = signer
+        self.shadows = shadows
         self.sessions = Sessions(admission, prompts, lambda: self.recorder.records)
 
     def generate(
@@ -135,10 +138,11 @@ class GenerationPipeline:
         record_request_id(request.request_id)
         limits, is_new = call.limits or self._admission.requests, resumed is None
         grammar = await self._lane.run(request.sampling.ByteSize(), check_generate, request, limits, is_new=is_new)
-        base = None
+        base, alias = None, None if resumed is None else resumed.record.content.alias
         if request.session_id and is_new:
             request, base, grammar = await self._continued(call)
-        model = self._admission.model(request, request.continuation.revision, request.adapter)
+            alias = base.alias
+        model = self._admission.model(request, request.continuation.revision, request.adapter, alias=alias)
         resumes = request.HasField("continuation")
         with self._open(call, model, resumes=resumes) as stream:
             if base is None:
@@ -170,6 +174,9 @@ class GenerationPipeline:
                 stream.set_request(submission.request)
                 if resumed is None or not resumed.follows:
                     submission.send()
+                is_whole = is_new and not resumes and (base is None or request.prompt.HasField("chat"))
+                if self.shadows is not None and model.alias and is_whole:
+                    self.shadows.offer(model.alias, request)
                 best = plan.resume.best_of
                 source = submission.request if best is None else BestSamples(submission.request, plan, best)
                 answer.begin(source, stream.meter, recording)
@@ -225,7 +232,8 @@ class GenerationPipeline:
         check_generate(request, self._admission.requests)
         if request.session_id:
             raise invalid("session_id", "is set, but CountTokens counts whole prompts; leave the field unset")
-        model = self._directory.find(request.model, request.continuation.revision, request.adapter)
+        revision = request.continuation.revision
+        model = self._directory.find(self._directory.routed(request, revision)[1], revision, request.adapter)
         annotate(model=model.name)
         async with self._admission.call(request.ByteSize() // BYTES_PER_TOKEN):
             return await self._prompts.count(request, model)

@@ -140,7 +140,7 @@ class PoolingPipeline:
         with self._open(request, model) as stream:
             plan = await plan_of(request, model, self._prompts)
             numbers = await self._numbers(plan, request, model, stream, deadline)
-        response = pb.EmbedResponse(request_id=stream.request_id, model=model.name, revision=model.info.revision)
+        response = pb.EmbedResponse(request_id=stream.request_id, revision=model.info.revision, **model.names)
         await self._lane.run(_size(numbers), add_embeddings, response, plan, numbers)
         return response
 
@@ -155,8 +155,8 @@ class PoolingPipeline:
         scores, prompt_tokens = await self._lane.run(_size(numbers), scores_of, plan, numbers, model.info.pooling)
         return pb.ScoreResponse(
             request_id=stream.request_id,
-            model=model.name,
             revision=model.info.revision,
+            **model.names,
             scores=scores,
             prompt_tokens=prompt_tokens,
         )

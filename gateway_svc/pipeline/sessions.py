@@ -56,10 +56,10 @@ class Sessions:
     async def continued_by(self, request: pb.GenerateRequest) -> SessionBase:
         """The session that a request continues. Gives the request the fields and the messages of that session."""
         check_id("session_id", request.session_id)
-        base = base_of(request, await self._load_ended(request.session_id))
+        base = base_of(request, await self._load_ended(request.session_id), self._admission.serves)
         inherit(request, base)
         if request.prompt.HasField("chat"):
-            model = self._admission.model(request, "", request.adapter)
+            model = self._admission.model(request, "", request.adapter, alias=base.alias)
             size = 4 * len(base.output) + base.request.prompt.ByteSize()
             await self._lane.run(size, continue_chat, request, base, model)
         return base

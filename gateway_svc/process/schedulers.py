@@ -10,6 +10,7 @@ from pathlib import Path
 from gateway_svc.request.models import BundleCache
 from gateway_svc.schedulers.directory import ModelDirectory, SchedulerClients
 from gateway_svc.schedulers.dispatcher import Dispatcher
+from gateway_svc.schedulers.routes import Routes
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from gateway_svc.text.chat_output import AUTO, NONE, ParserNameError, ParserNames
 from gateway_svc.text.reasoning import BUDGETS, REASONING_FORMATS, ThinkingSettings
@@ -90,7 +91,9 @@ def _effort_budget(value: str) -> tuple[str, int | None]:
 class Schedulers:
     """Owns the clients of all schedulers. Raises SettingError."""
 
-    def __init__(self, args: argparse.Namespace, gateway_id: str, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, args: argparse.Namespace, gateway_id: str, on_change: Callable[[], None], routes: Routes
+    ) -> None:
         bundles, parsers = BundleCache(chat_templates(args)), parser_names(args)
         open_channel = make_trust(args, "gateway").channels_to("scheduler")
         self._clients = SchedulerClients(
@@ -106,7 +109,7 @@ class Schedulers:
         )
         self.dispatcher = Dispatcher(self._clients.all, patience_s=args.scheduler_patience_s, on_change=on_change)
         self._clients.events = self.dispatcher
-        self.directory = ModelDirectory(self._clients.all)
+        self.directory = ModelDirectory(self._clients.all, routes)
         self._names = SchedulerNames(args.scheduler, self._clients.update)
 
     def start(self) -> list[asyncio.Task[None]]:

@@ -52,11 +52,17 @@ class ServedModel:
     parameters: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     adapter: types.AdapterInfo | None = None  # requests for it name it instead of the model
+    alias: str = ""  # the route by which the request names it; empty: none
 
     @cached_property
     def name(self) -> str:
         """The name in requests: of the adapter, if there is one, else of the model."""
         return self.info.model if self.adapter is None else self.adapter.name
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """The fields of an answer that name the model."""
+        return {"model": self.alias, "target": self.name} if self.alias else {"model": self.name}
 
     @property
     def adapter_digest(self) -> bytes:

@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.request.models import ServedModel, model_part
+from gateway_svc.schedulers.routes import Routable, Routes, choose
 from gateway_svc.schedulers.scheduler_client import RETRY_AFTER_S, SchedulerClient, SchedulerEvents, problems_of
-from svc_common.errors import InvalidRequestError, NotFoundError, UnavailableError
+from svc_common.errors import InvalidRequestError, NotFoundError, ServiceError, UnavailableError
 from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
@@ -74,8 +76,9 @@ class SchedulerClients:
 class ModelDirectory:
     """The models behind this gateway, by name. Schedulers with the same model are replicas. `clients` may change."""
 
-    def __init__(self, clients: Sequence[SchedulerClient]) -> None:
+    def __init__(self, clients: Sequence[SchedulerClient], routes: Routes | None = None) -> None:
         self.clients = clients
+        self.routes = routes or Routes()
         self._used: dict[str, str] = {}  # by model, the revision of its last request
         self.unready: Counter[str] = Counter()  # requests whose model is not ready, by its name; "": it is not known
 
@@ -89,9 +92,58 @@ class ModelDirectory:
         known = self._known()
         return [(model, self._num_workers(name)) for name, (_, model) in sorted(known.items())]
 
+    def listed(self) -> list[pb.Model]:
+        """The models as clients name them. A route is described by its main target."""
+        models = [pb.Model(info=model.info, ready_workers=workers) for model, workers in self.models()]
+        found = {model.info.model: model for model in models}
+        for name in self.routes.rows:
+            if self.readiness(main := self._main_target(name)):
+                own = found[name] = pb.Model(info=self._text(main).info)
+                own.ready_workers, own.info.model = self._num_workers(own.info.model), name
+                own.info.ClearField("adapters")
+        return [found[name] for name in sorted(found)]
+
+    def routed(self, request: Routable, revision: str = "") -> tuple[str, str]:
+        """The route of a request (empty: none), and the name of the model or adapter for it. `revision`: that of a
+        stream which continues, on a target of the route or the model of its name. Raises UnavailableError.
+        """
+        name, route = request.model, self.routes.rows.get(request.model)
+        if route is None:
+            if self.routes.is_read or not name or self.readiness(name):
+                return "", name
+            words = f"model {name[:200]!r} is not served here, and the routes could not be read yet; retry later"
+            raise UnavailableError(words, retry_after_s=RETRY_AFTER_S)
+        models = {model: self.readiness(model) for model in sorted(route.targets)}
+        for model in (*models, name) if revision else ():
+            if self._continues(model, revision):
+                return name, model
+        for least in (2, 1):
+            if found := choose(route, request, [model for model, readiness in models.items() if readiness >= least]):
+                return name, found
+        words = f"no target of model {name!r} is served now ({', '.join(models)}); retry later"
+        raise UnavailableError(words, retry_after_s=RETRY_AFTER_S)
+
+    def readiness(self, name: str) -> int:
+        """Whether a model or an adapter takes requests. 0: it is not known, 1: its schedulers are away, 2: it does."""
+        served = [(1 + client.is_ready, client.model) for client in self.clients if client.model is not None]
+        return max((n for n, m in served if name in {m.name, *(one.name for one in m.info.adapters)}), default=0)
+
+    def _continues(self, name: str, revision: str) -> bool:
+        try:
+            return bool(self.find(name, revision))
+        except ServiceError:
+            return False
+
+    def _main_target(self, name: str) -> str:
+        """The model that describes a name: of its served targets the one with the largest weight."""
+        if name not in self.routes.rows:
+            return name
+        weights = self.routes.rows[name].targets
+        return max(sorted(weights), key=lambda model: (self.readiness(model) > 0, weights[model]))
+
     def find(self, name: str, revision: str = "", adapter: str = "") -> ServedModel:
         """The model, with the adapter of its own name or of `name`, even while its schedulers are away. Empty name: the
-        only model. Empty revision: any.
+        only model. Empty revision: any. `name` is not that of a route.
 
         Raises NotFoundError, InvalidRequestError (several models, none named) or UnavailableError.
         """
@@ -115,7 +167,14 @@ class ModelDirectory:
         return model
 
     def find_text(self, name: str) -> ServedModel:
-        """The model without its adapter. Raises like `find`."""
+        """The model without its adapter, for a route that of its main target. Raises like `find`."""
+        return self._text(self._main_target(name))
+
+    def text_of(self, request: Routable) -> ServedModel:
+        """The model that a request will get, without its adapter. Raises like `find`."""
+        return self._text(self.routed(request)[1])
+
+    def _text(self, name: str) -> ServedModel:
         known = self._known()
         return known[self._names(name, "", known)[0]][1]
 
@@ -123,7 +182,7 @@ class ModelDirectory:
         """The schedulers of a model, for operations. Empty name: of the only model. Raises NotFoundError, or
         UnavailableError while one is away.
         """
-        model = self.find_text(name).info.model
+        model = self._text(name).info.model
         clients = [client for client in self.clients if client.model and client.model.info.model == model]
         lost = [client.address for client in clients if not client.is_connected]
         if lost:
@@ -172,7 +231,7 @@ class ModelDirectory:
             return name
         if not name and len(known) == 1:
             return next(iter(known))
-        have = ", ".join(repr(model) for model in sorted(known))
+        have = ", ".join(repr(model) for model in sorted(known.keys() | self.routes.rows.keys()))
         self.unready[""] += any(client.model is None for client in self.clients)
         if not known:
             problems = problems_of(self.clients) or "no scheduler has been found"

@@ -237,6 +237,8 @@ def _streams() -> dict[str, list[list[Message]]]:
         "DeleteSession": [[spb.DeleteSessionRequest(session_id=REQUEST_ID)]],
         "LoadAdapter": [[pb.LoadAdapterRequest(name="a", path="../a", model="m")]],
         "UnloadAdapter": [[pb.UnloadAdapterRequest(name="a")]],
+        "SetRoute": [[pb.SetRouteRequest(route=pb.Route(name="a", targets={"m": 90, "a": 10}, shadow="b"))]],
+        "ListRoutes": [[pb.ListRoutesRequest()]],
         "ListAdapters": [[pb.ListAdaptersRequest(model="m")]],
         "Inspect": [[pb.InspectRequest(kind=pb.INSPECT_KIND_REPORT, service="gateway")]],
         "DrainWorker": [[pb.DrainWorkerRequest(worker_id=WORKER_ID, timeout_s=1.0)]],

@@ -36,6 +36,7 @@ from quire_client.types import (
     GenerateResult,
     ModelInfo,
     PausedSample,
+    Route,
     ScoreResult,
     SessionInfo,
     Status,
@@ -370,6 +371,18 @@ class AsyncClient:
         request = pb.ListAdaptersRequest(model=model)
         response = await self.unary(lambda gateway: gateway.admin.ListAdapters, request, None)
         return tuple(convert.result(AdapterStatus, adapter) for adapter in response.adapters)
+
+    async def set_route(self, name: str, targets: Mapping[str, int], *, shadow: str = "") -> None:
+        """Make a name stand for models or adapters, each with its weight (docs/upgrade.md). Without targets: remove its
+        route. `shadow`: gets copies.
+        """
+        request = pb.SetRouteRequest(route=pb.Route(name=name, targets=targets, shadow=shadow))
+        await self.unary(lambda gateway: gateway.admin.SetRoute, request, None)
+
+    async def routes(self) -> tuple[Route, ...]:
+        """All routes."""
+        response = await self.unary(lambda gateway: gateway.admin.ListRoutes, pb.ListRoutesRequest(), None)
+        return tuple(convert.result(Route, route, targets=dict(route.targets)) for route in response.routes)
 
     # -- weights and pauses; see docs/rollouts.md ---------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.http.app import HttpApp, SitePolicy
 from gateway_svc.operators.admin import get_history, get_pools
 from gateway_svc.schedulers.directory import ModelDirectory
+from gateway_svc.schedulers.routes import table_of
 from svc_common.calls import RpcStats
 from svc_common.observe.metrics import quire_version
 
@@ -95,6 +96,7 @@ class ConsoleState:
             "pinned_sessions": status.pinned_sessions if status.HasField("pinned_sessions") else None,
             "pins_by_owner": [_plain(pins) for pins in status.pins_by_owner],
             "errors": sorted(([*call, count] for call, count in self._errors.items()), key=itemgetter(2))[-MAX_ERRORS:],
+            "routes": _plain(table_of(self._directory.routes.rows))["routes"],
             "schedulers": schedulers,
         }
 

@@ -214,7 +214,7 @@ class ResponsesHandlers:
 
     async def _fits(self, request: pb.GenerateRequest) -> bool:
         """Whether prompt and output fit into the context of the model."""
-        limit = self._directory.find_text(request.model).info.max_model_len - max(1, request.stop.max_tokens)
+        limit = self._directory.text_of(request).info.max_model_len - max(1, request.stop.max_tokens)
         try:
             return await self._generation.count_tokens(request) <= limit
         except ContextLengthError:

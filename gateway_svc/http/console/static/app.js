@@ -41,7 +41,16 @@ function number(value) {
   return value >= 10000 ? `${(value / 1000).toFixed(value >= 1e5 ? 0 : 1)}k` : String(Math.round(value));
 }
 
-function showModels(schedulers) {
+// What clients can name in place of a model: its targets with their weights, and its shadow.
+function routeItem(route) {
+  const targets = Object.entries(route.targets).map((pair) => pair.join(" "));
+  if (route.shadow) targets.push(`shadow ${route.shadow}`);
+  const item = make("li", route.name);
+  item.append(make("span", ` → ${targets.join(", ")}`));
+  return item;
+}
+
+function showModels(schedulers, routes) {
   const [ready, revisions] = [new Map(), new Map()];
   for (const scheduler of schedulers) {
     const workers = scheduler.workers.filter((worker) => worker.state === "WORKER_STATE_READY").length;
@@ -55,8 +64,8 @@ function showModels(schedulers) {
     if (different > 1) item.append(make("b", `, ${different} revisions`, "bad"));
     return item;
   });
-  field("models").replaceChildren(...items);
-  const names = JSON.stringify([...ready.keys()]);
+  field("models").replaceChildren(...items, ...routes.map(routeItem));
+  const names = JSON.stringify([...ready.keys(), ...routes.map((route) => route.name)]);
   if (names !== models) {
     models = names;
     playground.loadModels().catch(askForKeys);
@@ -95,7 +104,7 @@ function drawCharts(state) {
 }
 
 function show(state) {
-  showModels(state.schedulers);
+  showModels(state.schedulers, state.routes);
   showNumbers(state);
   drawCharts(state);
   showErrors(state);
