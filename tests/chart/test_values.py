@@ -80,6 +80,7 @@ JWT = {
 JWT_FILE = {"gateway": KEYS["gateway"] | {"jwt": {"issuer": "https://i", "audiences": ["quire"]}}}
 ADMIN = {"gateway": {"admin": {"enabled": True, "existingSecret": "ops"}}}
 LIMITS = "[default]\nmax_streams = 5\n"
+ROUTES = [{"name": "prod", "targets": {"demo": 1}}]
 TEAM = {"namespaceSelector": {"matchLabels": {"team": "a"}}}
 
 
@@ -321,6 +322,11 @@ OPERATORS = [
         KEYS),
     Case("gateway.keyLimits.existingConfigMap", "c", GATEWAY, "volume key-limits", {"configMap": {"name": "c"}}, KEYS),
     Case("gateway.keyLimits.existingConfigMap", "c", "ConfigMap gateway-key-limits", "", None, KEYS),
+    Case("gateway.routes", ROUTES, GATEWAY, "arg --routes", "/etc/quire/routes/routes.json"),
+    Case("gateway.routes", ROUTES, GATEWAY, "volume routes", {"configMap": {"name": "r-quire-gateway-routes"}}),
+    Case("gateway.routes", ROUTES, "ConfigMap gateway-routes", "data",
+        {"routes.json": '{"routes":[{"name":"prod","targets":{"demo":1}}]}'}),
+    Case("gateway.routes", [], GATEWAY, "arg --routes", None),
 ]  # fmt: skip
 
 GATEWAYS = [

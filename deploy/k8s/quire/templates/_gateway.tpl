@@ -52,6 +52,11 @@
   mountPath: /etc/quire/key-limits
   readOnly: true
 {{- end }}
+{{- if .Values.gateway.routes }}
+- name: routes
+  mountPath: /etc/quire/routes
+  readOnly: true
+{{- end }}
 {{- if .Values.gateway.admin.enabled }}
 - name: admin-keys
   mountPath: /etc/quire/admin-keys
@@ -92,6 +97,11 @@
 - name: key-limits
   configMap:
     name: {{ . | quote }}
+{{- end }}
+{{- if .Values.gateway.routes }}
+- name: routes
+  configMap:
+    name: {{ printf "%s-gateway-routes" (include "quire.fullname" .) | quote }}
 {{- end }}
 {{- if .Values.gateway.admin.enabled }}
 - name: admin-keys
