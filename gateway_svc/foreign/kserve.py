@@ -201,7 +201,7 @@ class KServeServicer(GRPCInferenceServiceServicer):
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
         """The model has ready workers."""
-        ready = any(model.name == request.name and workers for model, workers in self._directory.models())
+        ready = any(model.info.model == request.name and model.ready_workers for model in self._directory.listed())
         return pb.ModelReadyResponse(ready=ready and request.version in VERSIONS)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
@@ -210,8 +210,8 @@ class KServeServicer(GRPCInferenceServiceServicer):
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
         """The tensors of a model."""
-        model = self._directory.find(request.name)
-        response = pb.ModelMetadataResponse(name=model.name, versions=["1"], platform="quire")
+        model = self._directory.find_text(request.name)
+        response = pb.ModelMetadataResponse(name=request.name or model.name, versions=["1"], platform="quire")
         for name, (datatype, shape) in INPUTS.items():
             response.inputs.add(name=name, datatype=datatype, shape=shape)
         for name, (datatype, _) in OUTPUTS.items():

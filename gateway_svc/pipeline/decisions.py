@@ -69,7 +69,7 @@ class DecisionPipeline:
         record_request_id(request_id)
         num_open = min(MAX_OPEN, self._admission.join(len(questions)))
         self._generation.streams.check_room(num_calls=num_open)
-        tokenizer = self._directory.find(request.model, "", request.adapter).require_tokenizer("request.prompt.chat")
+        tokenizer = self._directory.text_of(request).require_tokenizer("request.prompt.chat")
         labels = await self._lane.run(LABEL_BYTES, labels_of, tokenizer, max(len(_answers(one)) for one in questions))
         gate, response = asyncio.Semaphore(num_open), pb.DecideResponse(request_id=request_id)
 
