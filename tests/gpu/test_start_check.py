@@ -178,6 +178,7 @@ def test_exact_mode_has_one_linear_tile_where_tiles_have_other_bits(folder, monk
     runner = load(folder, determinism="exact")
     assert "linear layers have one tile, which is slower" in caplog.text
     assert "torch" not in runner.info.numerics
+    assert runner.info.numerics.endswith(", one tile")
     driver = DeviceDriver(runner)
     run_mixed(driver)
     check_against(load_reference(folder), driver, [0, 1, 2])

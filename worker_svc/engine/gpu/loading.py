@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -82,12 +82,13 @@ class LoadedModel:
         rows.add_parts(self.compute.processing.serve(rows))
         return rows, tables
 
-    def info(self, num_blocks: int, max_model_len: int, attention: str, replaced: Sequence[str]) -> EngineInfo:
-        """The facts about the engine with a pool. `replaced` names the kernels that run in torch."""
-        setup, backend, is_compiled = self.setup, f"cuda/{attention}", forms.ALL not in replaced
+    def info(self, num_blocks: int, max_model_len: int, attention: str, chosen: forms.Forms) -> EngineInfo:
+        """The facts about the engine with a pool. `chosen`: with these forms of its kernels."""
+        setup, backend, is_compiled = self.setup, f"cuda/{attention}", forms.ALL not in chosen.in_torch
         numerics = device_numerics(
-            backend, setup.device, setup.group.size, self.loader.formats, replaced, is_compiled=is_compiled
-        )
+            backend, setup.device, setup.group.size, self.loader.formats, chosen.in_torch, is_compiled=is_compiled,
+            has_one_tile=chosen.has_one_tile,
+        )  # fmt: skip
         if self.images is not None:
             numerics += f", tower {torch_numerics(setup.device)}"
         facts = decoder_facts(self.checkpoint, setup.whole, self.pooling, num_blocks, max_model_len)

@@ -129,7 +129,7 @@ class DeviceRunner(StepRunner):
         self._contents = BlockContents(num_blocks, loaded.setup.config.block_size)
         self._serve(
             *loaded.rows(num_blocks, max_model_len),
-            loaded.info(num_blocks, max_model_len, self._attention.name, self._forms.in_torch),
+            loaded.info(num_blocks, max_model_len, self._attention.name, self._forms),
         )
         self._parts = device_parts(self._compute, self._rows, self._tables, self._group, self._settle_all)
         self._before, self._launched = having(self._parts, DevicePart.before), having(self._parts, DevicePart.launched)

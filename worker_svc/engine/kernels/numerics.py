@@ -49,17 +49,19 @@ def device_numerics(
     in_torch: Collection[str] = (),
     *,
     is_compiled: bool = True,
+    has_one_tile: bool = False,
 ) -> str:
     """The kind of a GPU worker. Ranks sum partial results, so their number changes roundings. `formats`: of
     quantized weights that are multiplied as they are stored. `in_torch`: kernels that plain torch replaces.
-    `is_compiled`: whether others are left."""
+    `is_compiled`: whether others are left. `has_one_tile`: of linear layers, for every number of rows."""
     kind, compiled = "cpu" if in_torch else "interpreted", list[str]()
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         kind = f"sm_{major}{minor}"
         compiled = [gpu_compiler(10 * major + minor)] if is_compiled else []
     weights = [f"{name} weights" for name in sorted(formats)]
-    replaced = [f"torch for {' '.join(in_torch)}"] if in_torch else []
+    replaced = ["one tile"] if has_one_tile else []
+    replaced += [f"torch {torch.__version__}", f"torch for {' '.join(in_torch)}"] if in_torch else []
     ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
     return ", ".join((backend, kind, *compiled, ranks, *weights, *replaced))
 
