@@ -9,7 +9,7 @@ from gateway_svc.batches.folder_shelf import FolderShelf
 from gateway_svc.batches.redis_shelf import RedisShelf
 from gateway_svc.batches.store import BatchStore
 from gateway_svc.records.cipher import make_cipher
-from svc_common.config import OFF, Flag, FlagGroup, SettingError, in_range, path, size_bytes
+from svc_common.config import OFF, Flag, FlagGroup, in_range, path, size_bytes
 from svc_common.redis.server import RedisServer
 
 BATCH_FLAGS = FlagGroup("files and batches of --http-listen, in Redis or in a folder (docs/batches.md)", (
@@ -37,8 +37,6 @@ BATCH_FLAGS = FlagGroup("files and batches of --http-listen, in Redis or in a fo
 def make_batches(args: argparse.Namespace, redis: RedisServer | None) -> Batches:
     """Files and batches of this deployment. Raises SettingError."""
     limits = BatchLimits(args.batch_max_lines, args.batch_max_bytes, args.batch_max_files, args.batch_ttl_s)
-    if redis is not None and args.batch_dir is not None:
-        raise SettingError("--batch-dir and --redis are set; with --redis, files and batches are in Redis: set one")
     if args.http_listen == OFF or (redis is None and args.batch_dir is None):
         return Batches(None, limits)
     shelf = RedisShelf(redis, namespace=args.redis_namespace) if redis else FolderShelf(args.batch_dir)

@@ -136,8 +136,8 @@ class BatchRunner:
                 kind = await self._until_ended(name, sending)
             finally:
                 await cancel(*sending)
-            for i, line in waiting.items():
-                await self._put(name, doc, chunk, i, (kind, unsent(line, kind)))
+            rest = [self._put(name, doc, chunk, i, (kind, unsent(line, kind))) for i, line in waiting.items()]
+            await asyncio.gather(*rest)
             await _stored(lambda: self._shelf.finish(name, chunk))
         except (NotFoundError, UnavailableError) as error:
             log.warning("batch %s: %s", name, error.message)

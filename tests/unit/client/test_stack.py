@@ -242,7 +242,7 @@ def test_plan_wires_the_services_together(model, tmp_path):
     (url,) = made.http_urls
     http = url.removeprefix("http://").removesuffix("/v1")
     own = {"--listen": made.target, "--http-listen": http, "--scheduler": scheduler, "--chunk-interval-ms": "50.0"}
-    own |= {"--drain-timeout-s": "30.0", "--record-memory": "64M"}
+    own |= {"--drain-timeout-s": "30.0", "--record-memory": "64M", "--batch-dir": str(tmp_path / "l" / "batches")}
     assert flags_of(made, "gateway") == own | quiet | {"--token-file": str(tmp_path / "l" / "tokens")}
     assert all(flags_of(made, spec.name)["--token-file"] == str(*made.trust.secrets) for spec in made.specs)
     assert "--redis" not in flags_of(made, "scheduler")
