@@ -40,3 +40,6 @@ if __name__ == "__main__":
         if not path.exists() or path.read_text() != source:
             path.write_text(source)
             print(f"generated {path}")
+    for path in (PACKAGE / "sync").glob("*.py"):
+        if path.stem not in MODULES and path.read_text().startswith("# Generated from"):
+            path.unlink()  # its source has moved; type checkers would still read it
