@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_S = 0.5
+IDLE_S = 30.0  # how often a gateway looks for batches of others while there is none
 SWEEP_S = 60.0
 MAX_RETRY_S = 10.0
 NO_LIMIT = 2**31  # results are stored also above the limits of an owner
@@ -59,6 +60,7 @@ class BatchRunner:
         self._places = asyncio.Semaphore(concurrency)
         self._chunks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._waiting: dict[tuple[str, int], dict[int, Line]] = {}  # lines without an answer
+        self._has_chunks = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -98,9 +100,10 @@ class BatchRunner:
         if not found:
             self._batches.started.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._batches.started.wait(), POLL_S)
+                await asyncio.wait_for(self._batches.started.wait(), POLL_S if working else IDLE_S)
 
     async def _keep(self) -> None:
+        await self._has_chunks.wait()
         await asyncio.sleep(LEASE_S / 3)
         if self._chunks:
             await self._shelf.keep(list(self._chunks), LEASE_S)
@@ -119,9 +122,12 @@ class BatchRunner:
         self._waiting[key] = {i: line for i, line in enumerate(lines) if i not in taken.answered}
         task = self._chunks[key] = asyncio.create_task(self._run(name, doc, chunk))
         task.add_done_callback(lambda _: self._forget(key))
+        self._has_chunks.set()
 
     def _forget(self, key: tuple[str, int]) -> None:
         del self._chunks[key], self._waiting[key]
+        if not self._chunks:
+            self._has_chunks.clear()
         self._batches.started.set()
 
     async def _run(self, name: str, doc: Json, chunk: int) -> None:
