@@ -39,7 +39,7 @@ from svc_common.tasks import cancel
 log = logging.getLogger(__name__)
 
 POLL_S = TIMEOUT_S = 1.0
-LOST_S = 5 * POLL_S  # a table that Redis has lost is there again after this time
+LOST_S = 3 * POLL_S  # other gateways store a table that Redis has lost within this time after its start
 TRIES = 5  # attempts to change a table that other gateways change too
 MAX_ROUTES, MAX_TARGETS, MAX_NAME_CHARS, MAX_WEIGHT = 256, 32, 128, 1_000_000
 MAX_SHADOWS, MAX_SHADOW_BYTES = 64, 64 << 20  # limits of the copies of one gateway that wait or run
@@ -148,6 +148,10 @@ class FileTable:
         new.replace(self._path)
         return True
 
+    async def may_be_lost(self) -> bool:
+        """A file is not lost."""
+        return False
+
     async def close(self) -> None:
         """There is nothing to close."""
 
@@ -175,6 +179,10 @@ class RedisTable:
     async def store(self, expected: int, data: bytes) -> bool:
         """Store a table in place of this version. False if there is another one."""
         return await self._put(expected, max(expected + 1, time.time_ns() // 1_000_000), data)
+
+    async def may_be_lost(self) -> bool:
+        """Whether Redis has started so recently that another gateway may have the table that it lacks."""
+        return int((await self._call(self._redis.info("server")))["uptime_in_seconds"]) < LOST_S
 
     async def _put(self, expected: int, version: int, data: bytes) -> bool:
         return bool(await self._call(self._redis.eval(PUT, 1, self._key, expected, version, data)))
@@ -236,12 +244,12 @@ class Routes:
         self.rows.update(rows)
 
     async def _keep(self, table: FileTable | RedisTable) -> None:
-        problem, began = "", time.monotonic()
+        problem = ""
         while True:
             try:
                 version, data = await table.load()
                 self._replace(rows_of(data))
-                self.is_read |= version > 0 or time.monotonic() - began > LOST_S
+                self.is_read = self.is_read or version > 0 or not await table.may_be_lost()
                 problem = ""
             except (ServiceError, ValueError, OSError) as error:
                 if str(error) != problem:
