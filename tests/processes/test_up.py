@@ -94,7 +94,7 @@ def test_up_serves_a_folder_and_leaves_no_process(tmp_path: Path) -> None:
         assert process.wait(30) == 0, (tmp_path / "up.txt").read_text()
         assert not any(psutil.pid_exists(pid) for pid in pids)
         assert not tokens.exists()
-    assert "Traceback" not in "".join(log.read_text() for log in (tmp_path / "logs").iterdir())
+    assert "Traceback" not in "".join(log.read_text() for log in (tmp_path / "logs").glob("*.log"))
 
 
 def check_status(status: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def test_up_encrypts_every_connection(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0, (tmp_path / "up.txt").read_text()
         assert not Path(ca).parent.exists()
-    assert "will refuse" not in "".join(log.read_text() for log in (tmp_path / "logs").iterdir())
+    assert "will refuse" not in "".join(log.read_text() for log in (tmp_path / "logs").glob("*.log"))
 
 
 def test_the_bundled_model_answers_a_chat(tmp_path: Path) -> None:
