@@ -107,7 +107,10 @@ class ModelDirectory:
         """The route of a request (empty: none), and the name of the model or adapter for it. `revision`: that of a
         stream which continues, on a target of the route or the model of its name. Raises UnavailableError.
         """
-        name, route = request.model, self.routes.rows.get(request.model)
+        name = request.model
+        if self.routes.is_read and not self.routes.rows:
+            return "", name
+        route = self.routes.rows.get(name)
         if route is None:
             if self.routes.is_read or not name or self.readiness(name):
                 return "", name
