@@ -34,7 +34,7 @@ from gateway_svc.request.sandbox.image_preparer import ImageLimits, ImagePrepare
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
 from gateway_svc.request.threads import Threads
 from gateway_svc.request.validation import LOGPROBS_MODES, RequestLimits
-from gateway_svc.schedulers.routes import FileTable, RedisTable, Routes, RoutesError
+from gateway_svc.schedulers.routes import FileTable, ModelRoutes, RedisTable, RoutesError
 from gateway_svc.servicer import InferenceServicer, make_servicer
 from prefix_index.reader import RedisPrefixReader
 from svc_common import config
@@ -177,10 +177,10 @@ class SharedState:
                 part.start()
 
 
-def _make_routes(args: argparse.Namespace, redis: RedisServer | None) -> Routes:
+def _make_routes(args: argparse.Namespace, redis: RedisServer | None) -> ModelRoutes:
     table = None if redis is None else RedisTable(redis, args.redis_namespace)
     try:
-        return Routes(table if args.routes is None else FileTable(args.routes))
+        return ModelRoutes(table if args.routes is None else FileTable(args.routes))
     except (RoutesError, OSError) as error:
         raise RoutesError(f"--routes {args.routes}: {error}") from None
 

@@ -30,7 +30,7 @@ class MissingCryptographyError(ReceiptError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReceiptAnswer:
     """The answer that the digests of a payload cover."""
 
     prompt_token_ids: array[int]
@@ -47,7 +47,7 @@ class Receipt:
     """A receipt whose form is valid. `payload` is trusted only if `check` raised nothing."""
 
     payload: Mapping[str, Any]
-    answer: Answer
+    answer: ReceiptAnswer
     signed: bytes
     signature: bytes
     public_key: bytes
@@ -78,7 +78,7 @@ def little_endian(values: array[int]) -> bytes:
     return values.tobytes()
 
 
-def receipt_text(payload: Mapping[str, Any], answer: Answer, key: Any) -> str:
+def receipt_text(payload: Mapping[str, Any], answer: ReceiptAnswer, key: Any) -> str:
     """The receipt of an answer, signed by an Ed25519 private key of `cryptography`."""
     signed = json.dumps({"format": FORMAT, **payload, **answer.digests()}, sort_keys=True)
     parts = {name: _base64(little_endian(getattr(answer, name))) for name in PARTS}
@@ -106,7 +106,7 @@ def parse_receipt(text: str | bytes) -> Receipt:
         raise ReceiptError(f"not a receipt: {type(error).__name__}: {error}") from None
     if not isinstance(payload, dict) or payload.get("format") != FORMAT:
         raise ReceiptError(f"not a receipt of format {FORMAT}")
-    return Receipt(payload, Answer(**parts), signed, signature, public_key)
+    return Receipt(payload, ReceiptAnswer(**parts), signed, signature, public_key)
 
 
 def private_key(pem: bytes) -> Any:

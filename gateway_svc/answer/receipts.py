@@ -17,7 +17,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.request_meter import FAILED, REASONS
 from gateway_svc.request.plan import GenerationPlan
-from request_fields.receipts import Answer, ReceiptError, private_key, receipt_text
+from request_fields.receipts import ReceiptAnswer, ReceiptError, private_key, receipt_text
 from svc_common.config import SettingError
 from svc_common.security.tls import Reread
 
@@ -37,7 +37,7 @@ class ReceiptSigner:
     def __init__(self, key_file: Path) -> None:
         self._key = Reread(partial(_read_key, key_file), "receipt key", time.monotonic)
 
-    def sign(self, payload: dict[str, Any], answer: Answer) -> str:
+    def sign(self, payload: dict[str, Any], answer: ReceiptAnswer) -> str:
         return receipt_text(
             {**payload, "time": datetime.now(UTC).isoformat(timespec="milliseconds")}, answer, self._key()
         )
@@ -80,7 +80,7 @@ class SampleProof:
                 "first_digest": len(self.token_ids) - len(self.digests),
                 "processor_seconds": finished.usage.processor_seconds,
             },
-            Answer(self._plan.prompt.ids, self.token_ids, self.digests),
+            ReceiptAnswer(self._plan.prompt.ids, self.token_ids, self.digests),
         )
 
 

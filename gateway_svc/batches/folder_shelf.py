@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gateway_svc.batches.lines import BATCH, SWEPT, UNCHECKED, Answer, Taken
+from gateway_svc.batches.lines import BATCH, SWEPT, UNCHECKED, LineAnswer, TakenChunk
 from gateway_svc.records.store import owner_of
 from svc_common.config import SettingError
 from svc_common.errors import UnavailableError
@@ -108,16 +108,16 @@ class FolderShelf:
 
         await self._call(call)
 
-    async def take(self, name: str, lease_s: float) -> Taken:
-        def call() -> Taken:
+    async def take(self, name: str, lease_s: float) -> TakenChunk:
+        def call() -> TakenChunk:
             now = time.time()
             (left,) = self._do("SELECT count(*) FROM todo WHERE name = ?", name).fetchone()
             found = self._do("SELECT chunk FROM todo WHERE name = ? AND lease <= ? LIMIT 1", name, now).fetchone()
             if found is None:
-                return Taken(None, left)
+                return TakenChunk(None, left)
             self._do("UPDATE todo SET lease = ? WHERE name = ? AND chunk = ?", now + lease_s, name, *found)
             lines = self._do("SELECT line FROM done WHERE name = ? AND chunk = ?", name, *found)
-            return Taken(found[0], left, frozenset(line for (line,) in lines))
+            return TakenChunk(found[0], left, frozenset(line for (line,) in lines))
 
         return await self._call(call)
 
@@ -126,7 +126,7 @@ class FolderShelf:
         text = "UPDATE todo SET lease = ? WHERE name = ? AND chunk = ?"
         await self._call(lambda: self._db.executemany(text, rows))
 
-    async def put(self, name: str, chunk: int, answer: Answer, file: str) -> None:
+    async def put(self, name: str, chunk: int, answer: LineAnswer, file: str) -> None:
         done = "INSERT OR IGNORE INTO done SELECT name, chunk, ? FROM todo WHERE name = ? AND chunk = ?"
         count = "INSERT INTO counts VALUES (?, ?, 1) ON CONFLICT DO UPDATE SET number = number + 1"
 

@@ -33,7 +33,7 @@ ENDED = {  # code and message of lines that a batch has not sent
 }
 
 
-class Answer(NamedTuple):
+class LineAnswer(NamedTuple):
     """The result of a line of a chunk: succeeded, errored, canceled or expired. `size`: bytes before the seal."""
 
     line: int
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
     size: int
 
 
-class Taken(NamedTuple):
+class TakenChunk(NamedTuple):
     """A chunk that was leased, None if there is none; the number of chunks to do; lines that have answers."""
 
     chunk: int | None
@@ -50,7 +50,7 @@ class Taken(NamedTuple):
     answered: frozenset[int] = frozenset()
 
 
-class Line(msgspec.Struct):
+class BatchLine(msgspec.Struct):
     """One line of an input."""
 
     custom_id: str
@@ -69,7 +69,7 @@ class _Head(msgspec.Struct):
     background: msgspec.Raw = NULL
 
 
-LINE, HEAD, NOT_SET = msgspec.json.Decoder(Line), msgspec.json.Decoder(_Head), (b"false", b"null")
+LINE, HEAD, NOT_SET = msgspec.json.Decoder(BatchLine), msgspec.json.Decoder(_Head), (b"false", b"null")
 
 
 class Reply(NamedTuple):
@@ -160,7 +160,7 @@ class Checker:
         return None if first == self.num_lines else ("duplicate_custom_id", f"custom_id is already in line {first}")
 
 
-def request_of(line: Line, batch_id: str) -> bytes:
+def request_of(line: BatchLine, batch_id: str) -> bytes:
     """The body that is sent: at the lowest priority, and, unless it has a seed, with one that is always the same for
     this line. So a line that is computed again gets the same answer.
     """
@@ -172,7 +172,7 @@ def request_of(line: Line, batch_id: str) -> bytes:
     return b'{%b%b"priority":%d}' % (first, own + b"," if own else b"", PRIORITY)
 
 
-def result_of(line: Line, reply: Reply) -> tuple[str, bytes]:
+def result_of(line: BatchLine, reply: Reply) -> tuple[str, bytes]:
     """Kind and line of the result."""
     is_ok, body = reply.status == 200, msgspec.Raw(reply.body)
     kind = "succeeded" if is_ok else "errored"
@@ -182,7 +182,7 @@ def result_of(line: Line, reply: Reply) -> tuple[str, bytes]:
     return kind, _result(line, reply.request_id, response, None)
 
 
-def unsent(line: Line, kind: str) -> bytes:
+def unsent(line: BatchLine, kind: str) -> bytes:
     """The result of a line that was not answered before the batch was canceled or has expired."""
     if line.url == MESSAGES:
         return _message_result(line, {"type": kind})
@@ -190,10 +190,10 @@ def unsent(line: Line, kind: str) -> bytes:
     return _result(line, kind, None, {"code": code, "message": message})
 
 
-def _message_result(line: Line, result: dict[str, Any]) -> bytes:
+def _message_result(line: BatchLine, result: dict[str, Any]) -> bytes:
     return msgspec.json.encode({"custom_id": line.custom_id, "result": result}) + b"\n"
 
 
-def _result(line: Line, request_id: str, response: Any, error: Any) -> bytes:
+def _result(line: BatchLine, request_id: str, response: Any, error: Any) -> bytes:
     fields = {"id": f"batch_{request_id}", "custom_id": line.custom_id, "response": response, "error": error}
     return msgspec.json.encode(fields) + b"\n"

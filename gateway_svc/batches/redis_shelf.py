@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway_svc.batches.lines import BATCH, SWEPT, UNCHECKED, Answer, Taken
+from gateway_svc.batches.lines import BATCH, SWEPT, UNCHECKED, LineAnswer, TakenChunk
 from gateway_svc.records.store import owner_of
 from svc_common.errors import UnavailableError
 from svc_common.redis.connect import call_errors, connect
@@ -132,18 +132,18 @@ class RedisShelf:
         """Replace the chunk UNCHECKED, if it is still there, by the chunks of the input."""
         await self._run(OPEN, (f"todo:{name}",), UNCHECKED, num_chunks)
 
-    async def take(self, name: str, lease_s: float) -> Taken:
+    async def take(self, name: str, lease_s: float) -> TakenChunk:
         """Lease a chunk that no gateway has."""
         bitmaps = f"{self._prefix}done:{name}:"
         chunk, left, bitmap = await self._run(TAKE, (f"todo:{name}",), int(1000 * lease_s), bitmaps)
         answered = (8 * i + bit for i, byte in enumerate(bitmap) for bit in range(8) if byte & (128 >> bit))
-        return Taken(int(chunk) if chunk else None, left, frozenset(answered))
+        return TakenChunk(int(chunk) if chunk else None, left, frozenset(answered))
 
     async def keep(self, chunks: Sequence[tuple[str, int]], lease_s: float) -> None:
         """Renew leases; 0 ends them."""
         await self._run(KEEP, [f"todo:{name}" for name, _ in chunks], int(1000 * lease_s), *(c for _, c in chunks))
 
-    async def put(self, name: str, chunk: int, answer: Answer, file: str) -> None:
+    async def put(self, name: str, chunk: int, answer: LineAnswer, file: str) -> None:
         """Append the answer of a line without one to a file."""
         keys = f"item:{file}", f"parts:{file}", f"todo:{name}", f"done:{name}:{chunk}", f"item:{name}"
         await self._run(PUT, keys, answer.data, answer.size, chunk, answer.line, answer.kind)

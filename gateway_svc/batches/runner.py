@@ -20,10 +20,10 @@ from gateway_svc.batches.batches import OPEN, Batches, sweep
 from gateway_svc.batches.lines import (
     LINE,
     UNCHECKED,
+    BatchLine,
     Checker,
-    Line,
     Reply,
-    Taken,
+    TakenChunk,
     lines_of,
     request_of,
     result_of,
@@ -59,7 +59,7 @@ class BatchRunner:
         self._concurrency = concurrency
         self._places = asyncio.Semaphore(concurrency)
         self._chunks: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._waiting: dict[tuple[str, int], dict[int, Line]] = {}  # lines without an answer
+        self._waiting: dict[tuple[str, int], dict[int, BatchLine]] = {}  # lines without an answer
         self._has_chunks = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -114,8 +114,8 @@ class BatchRunner:
 
     # -- chunks -------------------------------------------------------------------------------------------------------
 
-    async def _begin(self, name: str, chunk: int, taken: Taken) -> None:
-        key, doc, lines = (name, chunk), await self._doc(name), list[Line]()
+    async def _begin(self, name: str, chunk: int, taken: TakenChunk) -> None:
+        key, doc, lines = (name, chunk), await self._doc(name), list[BatchLine]()
         if chunk != UNCHECKED:
             (part,) = await self._store.parts(beside(name, doc["input"]), chunk, 1)
             lines = await asyncio.to_thread(lambda: [LINE.decode(line) for line in lines_of(part)])

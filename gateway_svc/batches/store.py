@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gateway_svc.batches.folder_shelf import FolderShelf
-from gateway_svc.batches.lines import BATCH, FILE, Answer
+from gateway_svc.batches.lines import BATCH, FILE, LineAnswer
 from gateway_svc.batches.redis_shelf import RedisShelf
 from gateway_svc.records.cipher import Cipher, UnreadableValueError
 from svc_common.errors import NotFoundError
@@ -72,7 +72,9 @@ class BatchStore:
         """Store the result of a line of a chunk, once."""
         kind, data = result
         file = beside(name, doc["output" if kind == "succeeded" else "errors"])
-        await self.shelf.put(name, chunk, Answer(line, kind, self._cipher.seal(data, file.encode()), len(data)), file)
+        await self.shelf.put(
+            name, chunk, LineAnswer(line, kind, self._cipher.seal(data, file.encode()), len(data)), file
+        )
 
     def _seal(self, name: str, doc: Json) -> bytes:
         return self._cipher.seal(json.dumps(doc).encode(), name.encode())

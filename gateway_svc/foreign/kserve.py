@@ -57,7 +57,7 @@ OWN = ("exclude_input_in_output", "input_lengths", "pad_id", "triton_enable_empt
 
 
 @dataclass(slots=True)
-class Sample:
+class TensorSample:
     """The output of one sample that is not sent yet."""
 
     text: list[str] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Sample:
 
 
 # By output: its datatype, and a sample's value.
-OUTPUTS: Mapping[str, tuple[str, Callable[[Sample], Any]]] = {
+OUTPUTS: Mapping[str, tuple[str, Callable[[TensorSample], Any]]] = {
     "text_output": ("BYTES", lambda sample: "".join(sample.text)),
     "output_ids": ("INT32", lambda sample: sample.ids),
     "sequence_length": ("INT32", lambda sample: len(sample.ids)),
@@ -84,19 +84,19 @@ INPUTS = {"text_input": ("BYTES", [1]), "input_ids": ("INT32", [-1]), "stream": 
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class InferCall:
     """A request as Quire's own, and the form of its answer."""
 
     request: inference_pb2.GenerateRequest
     id: str
     is_stream: bool
     outputs: Sequence[str]
-    first: Sample  # the text or ids that stand before the output of each sample
+    first: TensorSample  # the text or ids that stand before the output of each sample
     has_empty_final: bool
     timeout_s: float
 
 
-def call_of(request: pb.ModelInferRequest) -> Call:
+def call_of(request: pb.ModelInferRequest) -> InferCall:
     """Raises ServiceError."""
     if request.model_version not in VERSIONS:
         words = f"model_version is {shown(request.model_version)}; the only version is 1"
@@ -124,18 +124,18 @@ def call_of(request: pb.ModelInferRequest) -> Call:
     generation.output.token_ids = not {"output_ids", "sequence_length"}.isdisjoint(outputs)
     if not LOGPROBS.isdisjoint(outputs) and not generation.output.HasField("logprobs"):
         generation.output.logprobs = 0
-    return Call(
+    return InferCall(
         generation,
         request.id,
         asked.is_stream,
         outputs,
-        Sample() if own.get("exclude_input_in_output", True) else first,
+        TensorSample() if own.get("exclude_input_in_output", True) else first,
         bool(own.get("triton_enable_empty_final_response")),
         timeout_us / 1e6,
     )
 
 
-def _prompt_of(given: dict[str, Sequence[Any]]) -> tuple[inference_pb2.Prompt, Sample]:
+def _prompt_of(given: dict[str, Sequence[Any]]) -> tuple[inference_pb2.Prompt, TensorSample]:
     """The prompt, and the same as if it was output."""
     texts, ids = given.pop("text_input", None), given.pop("input_ids", None)
     if (texts is None) == (ids is None):
@@ -144,13 +144,13 @@ def _prompt_of(given: dict[str, Sequence[Any]]) -> tuple[inference_pb2.Prompt, S
         text = _one("text_input", texts or ())
         if not isinstance(text, str):
             raise invalid("text_input", "must have datatype BYTES")
-        return inference_pb2.Prompt(text=text), Sample([text])
+        return inference_pb2.Prompt(text=text), TensorSample([text])
     length = _one("input_lengths", given.get("input_lengths", [len(ids)]))
     if type(length) is not int or not 0 < length <= len(ids):
         raise invalid("input_lengths", f"is {shown(length)}; must be from 1 to {len(ids)}, the number of input_ids")
     ids = ids[:length]
     try:
-        return inference_pb2.Prompt(tokens=types.TokenIds(ids=ids)), Sample(ids=array("i", ids))
+        return inference_pb2.Prompt(tokens=types.TokenIds(ids=ids)), TensorSample(ids=array("i", ids))
     except (TypeError, ValueError, OverflowError):
         raise invalid("input_ids", "must be integers from 0 to 2147483647") from None
 
@@ -264,30 +264,30 @@ class KServeServicer(GRPCInferenceServiceServicer):
             async with writing:
                 await context.write(pb.ModelStreamInferResponse(error_message=words, infer_response=failed))
 
-    async def _answer(self, call: Call, deadline: float | None) -> AsyncGenerator[pb.ModelInferResponse, None]:
+    async def _answer(self, call: InferCall, deadline: float | None) -> AsyncGenerator[pb.ModelInferResponse, None]:
         """The responses to one request. Raises ServiceError."""
         if call.timeout_s:
             own = asyncio.get_running_loop().time() + call.timeout_s
             deadline = min(own, deadline or math.inf)
-        samples: list[Sample] = []
+        samples: list[TensorSample] = []
         accepted, num_open = inference_pb2.Accepted(), 0
         async with aclosing(self._servicer.generation.generate(call.request, deadline=deadline)) as events:
             async for event in events:
                 if event.HasField("accepted"):
                     accepted, num_open = event.accepted, event.accepted.n
-                    samples = [Sample([*call.first.text], call.first.ids[:]) for _ in range(num_open)]
+                    samples = [TensorSample([*call.first.text], call.first.ids[:]) for _ in range(num_open)]
                     continue
                 num_open -= _add(samples, event)
                 if call.is_stream:
                     yield _response(call, samples, accepted, is_final=not num_open and not call.has_empty_final)
-                    samples = [Sample() for _ in samples]
+                    samples = [TensorSample() for _ in samples]
         if not call.is_stream:
             yield _response(call, samples, accepted, is_final=not call.has_empty_final)
         if call.has_empty_final:
             yield _response(call, [], accepted, is_final=True)
 
 
-def _add(samples: Sequence[Sample], event: inference_pb2.GenerateResponse) -> bool:
+def _add(samples: Sequence[TensorSample], event: inference_pb2.GenerateResponse) -> bool:
     """Add an event to its sample. Returns whether the sample has ended. Raises ServiceError if it has failed."""
     if event.HasField("finished"):
         if event.finished.reason in FAILED:
@@ -303,7 +303,7 @@ def _add(samples: Sequence[Sample], event: inference_pb2.GenerateResponse) -> bo
 
 
 def _response(
-    call: Call, samples: Sequence[Sample], accepted: inference_pb2.Accepted, *, is_final: bool
+    call: InferCall, samples: Sequence[TensorSample], accepted: inference_pb2.Accepted, *, is_final: bool
 ) -> pb.ModelInferResponse:
     response = pb.ModelInferResponse(model_name=accepted.model, model_version="1", id=call.id)
     response.parameters[FINAL].bool_param = is_final

@@ -27,7 +27,7 @@ DEFAULT_INTERVAL_S, MIN_INTERVAL_S = 10.0, 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class GatewayLoad:
     """The sums over all schedulers, by their last heartbeats. `kv_usage`: of the fullest one."""
 
     num_running: int
@@ -37,7 +37,7 @@ class Load:
     kv_usage: float
 
     @classmethod
-    def of(cls, directory: ModelDirectory) -> Load:
+    def of(cls, directory: ModelDirectory) -> GatewayLoad:
         clients = list(directory.clients)
         beats = [client.heartbeat for client in clients if client.heartbeat is not None]
         return cls(
@@ -62,7 +62,7 @@ class LoadReports(OpenRcaServiceServicer):
 
     def report(self) -> pb.OrcaLoadReport:
         """The load now. application_utilization is that of the scarcest: rows, blocks or streams of this gateway."""
-        load, (rate, errors) = Load.of(self._directory), self._rates(time.monotonic())
+        load, (rate, errors) = GatewayLoad.of(self._directory), self._rates(time.monotonic())
         num_requests = load.num_running + load.num_waiting
         used = {
             "rows": num_requests / load.num_rows if load.num_rows else 1.0,

@@ -22,7 +22,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.request_meter import FAILED
 from gateway_svc.callers.caller import owner_name
-from gateway_svc.foreign.loads import Load
+from gateway_svc.foreign.loads import GatewayLoad
 from gateway_svc.http.errors import error_of_sample
 from gateway_svc.http.openai.answers import FINISH_REASONS
 from gateway_svc.http.values import invalid
@@ -111,7 +111,7 @@ class VllmServicer(VllmEngineServicer):
         """Chunks of each sample, if they are asked for, and its end."""
         self._servicer.read_traceparent(context)
         own = await self._lane.run(request.ByteSize(), generation_of, request)
-        answer = Answer(is_stream=request.stream)
+        answer = EngineAnswer(is_stream=request.stream)
         async with aclosing(self._servicer.generation.generate(own, deadline=deadline_of(context))) as events:
             async for event in events:
                 if (response := answer.add(event)) is not None:
@@ -161,7 +161,7 @@ class VllmServicer(VllmEngineServicer):
             data_parallel_size=1,
             block_size=info.block_size,
             model_dtype=info.dtype,
-            max_num_seqs=Load.of(self._directory).num_rows,
+            max_num_seqs=GatewayLoad.of(self._directory).num_rows,
         )
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
@@ -170,7 +170,7 @@ class VllmServicer(VllmEngineServicer):
             raise PermissionDeniedError(
                 "this gateway shows its load to operators only; start it with --grpc-compat loads"
             )
-        load = Load.of(self._directory)
+        load = GatewayLoad.of(self._directory)
         one = pb.SchedulerLoad(
             num_running_reqs=load.num_running,
             num_waiting_reqs=load.num_waiting,
@@ -206,7 +206,7 @@ def _archive(bundle: bytes) -> bytes:
     return archive.getvalue()
 
 
-class Answer:
+class EngineAnswer:
     """Events of a generation as responses."""
 
     def __init__(self, *, is_stream: bool) -> None:

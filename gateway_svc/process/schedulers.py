@@ -10,7 +10,7 @@ from pathlib import Path
 from gateway_svc.request.models import BundleCache
 from gateway_svc.schedulers.directory import ModelDirectory, SchedulerClients
 from gateway_svc.schedulers.dispatcher import Dispatcher
-from gateway_svc.schedulers.routes import Routes
+from gateway_svc.schedulers.routes import ModelRoutes
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from gateway_svc.text.chat_output import AUTO, NONE, ParserNameError, ParserNames
 from gateway_svc.text.reasoning import BUDGETS, REASONING_FORMATS, ThinkingSettings
@@ -92,7 +92,7 @@ class Schedulers:
     """Owns the clients of all schedulers. Raises SettingError."""
 
     def __init__(
-        self, args: argparse.Namespace, gateway_id: str, on_change: Callable[[], None], routes: Routes
+        self, args: argparse.Namespace, gateway_id: str, on_change: Callable[[], None], routes: ModelRoutes
     ) -> None:
         bundles, parsers = BundleCache(chat_templates(args)), parser_names(args)
         open_channel = make_trust(args, "gateway").channels_to("scheduler")

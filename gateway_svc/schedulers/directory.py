@@ -12,7 +12,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.request.models import ServedModel, model_part
-from gateway_svc.schedulers.routes import Routable, Routes, choose
+from gateway_svc.schedulers.routes import ModelRoutes, Routable, choose
 from gateway_svc.schedulers.scheduler_client import RETRY_AFTER_S, SchedulerClient, SchedulerEvents, problems_of
 from svc_common.errors import InvalidRequestError, NotFoundError, ServiceError, UnavailableError
 from svc_common.tasks import cancel
@@ -76,9 +76,9 @@ class SchedulerClients:
 class ModelDirectory:
     """The models behind this gateway, by name. Schedulers with the same model are replicas. `clients` may change."""
 
-    def __init__(self, clients: Sequence[SchedulerClient], routes: Routes | None = None) -> None:
+    def __init__(self, clients: Sequence[SchedulerClient], routes: ModelRoutes | None = None) -> None:
         self.clients = clients
-        self.routes = routes or Routes()
+        self.routes = routes or ModelRoutes()
         self._used: dict[str, str] = {}  # by model, the revision of its last request
         self.unready: Counter[str] = Counter()  # requests whose model is not ready, by its name; "": it is not known
 

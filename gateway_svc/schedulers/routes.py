@@ -199,7 +199,7 @@ class RedisTable:
         return answer
 
 
-class Routes:
+class ModelRoutes:
     """The table of this gateway. `rows` is one dictionary for the life of the gateway, read by other parts.
 
     Raises RoutesError or OSError for a file that cannot be used.

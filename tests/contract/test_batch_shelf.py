@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway_svc.batches.folder_shelf import FolderShelf
-from gateway_svc.batches.lines import BATCH, FILE, UNCHECKED, Answer, Taken
+from gateway_svc.batches.lines import BATCH, FILE, UNCHECKED, LineAnswer, TakenChunk
 from gateway_svc.batches.redis_shelf import RedisShelf
 from svc_common.errors import UnavailableError
 from tests.processes.redis_server import RedisServer
@@ -72,14 +72,14 @@ async def test_each_line_has_one_answer(shelves: list[Shelf]) -> None:
         await one.create(FILE, name, b"", time.time() + 100, 10)
     await one.create(BATCH, "a/batch-1", b"doc", time.time() + 100, 10)
     assert await two.working() == ["a/batch-1"]
-    assert await two.take("a/batch-1", 60.0) == Taken(UNCHECKED, 1)
+    assert await two.take("a/batch-1", 60.0) == TakenChunk(UNCHECKED, 1)
     await two.open("a/batch-1", 3)
     await one.open("a/batch-1", 9)  # the first one counts
     rng = random.Random(7)
     puts = [(chunk, line, shelf) for chunk in range(3) for line in range(20) for shelf in shelves]
     rng.shuffle(puts)
     for chunk, line, shelf in puts:
-        answer = Answer(line, "succeeded" if line % 3 else "errored", b"%d.%d" % (chunk, line), 1)
+        answer = LineAnswer(line, "succeeded" if line % 3 else "errored", b"%d.%d" % (chunk, line), 1)
         await shelf.put("a/batch-1", chunk, answer, "a/file-out" if line % 3 else "a/file-err")
     found = await two.parts("a/file-out", 0, 1000) + await two.parts("a/file-err", 0, 1000)
     assert sorted(found) == sorted(b"%d.%d" % (chunk, line) for chunk in range(3) for line in range(20))
@@ -88,8 +88,8 @@ async def test_each_line_has_one_answer(shelves: list[Shelf]) -> None:
         taken = await one.take("a/batch-1", 60.0)
         assert (taken.chunk, taken.left, taken.answered) == (chunk, 3 - chunk, set(range(20)))
         await one.finish("a/batch-1", chunk)
-        await two.put("a/batch-1", chunk, Answer(0, "succeeded", b"late", 1), "a/file-out")
-    assert await one.take("a/batch-1", 60.0) == Taken(None, 0)
+        await two.put("a/batch-1", chunk, LineAnswer(0, "succeeded", b"late", 1), "a/file-out")
+    assert await one.take("a/batch-1", 60.0) == TakenChunk(None, 0)
     assert b"late" not in await two.parts("a/file-out", 0, 1000)
     await one.close_batch("a/batch-1")
     assert await two.working() == []
@@ -105,9 +105,9 @@ async def test_leases(shelves: list[Shelf]) -> None:
     while (chunk := (await one.take("a/batch-1", 60.0)).chunk) is None:
         assert time.monotonic() < deadline
     await two.keep([("a/batch-1", chunk)], 60.0)
-    assert await two.take("a/batch-1", 60.0) == Taken(None, 2)
+    assert await two.take("a/batch-1", 60.0) == TakenChunk(None, 2)
     await one.keep([("a/batch-1", chunk)], 0)
-    assert await two.take("a/batch-1", 60.0) == Taken(chunk, 2)
+    assert await two.take("a/batch-1", 60.0) == TakenChunk(chunk, 2)
 
 
 async def test_redis_that_does_not_answer_is_an_error(redis: RedisServer) -> None:

@@ -18,7 +18,7 @@ from quire_client import AsyncClient, InvalidRequest, QuireError
 from quire_client.demo import demo_model_dir
 from safetensors.torch import load_file, save_file
 
-from request_fields.receipts import PARTS, Answer, Receipt, parse_receipt, private_key, receipt_text
+from request_fields.receipts import PARTS, Receipt, ReceiptAnswer, parse_receipt, private_key, receipt_text
 from tests.processes.stack import Stack
 from worker_svc.receipts.verify import CONFIRMED, REFUTED, UNDECIDED, Verifier
 
@@ -82,7 +82,7 @@ def verifier() -> Verifier:
     return Verifier(demo_model_dir())
 
 
-def resigned(receipt: Receipt, key: Path, answer: Answer | None = None, /, **payload: Any) -> Receipt:
+def resigned(receipt: Receipt, key: Path, answer: ReceiptAnswer | None = None, /, **payload: Any) -> Receipt:
     """A receipt that the holder of the key changed and signed again."""
     facts = {name: value for name, value in receipt.payload.items() if not name.endswith("_sha256")}
     return parse_receipt(receipt_text({**facts, **payload}, answer or receipt.answer, private_key(key.read_bytes())))
@@ -153,7 +153,7 @@ def test_forgeries_are_refuted(made: tuple[list[Receipt], Path], verifier: Verif
     receipts, key = made
     sampled = receipts[1]
     ids = sampled.answer.token_ids
-    edited = Answer(
+    edited = ReceiptAnswer(
         sampled.answer.prompt_token_ids, ids[:6] + type(ids)("I", [ids[6] ^ 1]) + ids[7:], sampled.answer.logits_digests
     )
     forged = parse_receipt(as_text(sampled, signed=sampled.signed.replace(b'"sample": 0', b'"sample": 1')))
@@ -261,16 +261,16 @@ def test_arrays_that_contradict_their_statements_are_refuted(
         getattr(sampled.answer, name) for name in ("prompt_token_ids", "token_ids", "logits_digests")
     )
     counts = {"num_output_tokens": len(ids) - 4}
-    cases: tuple[tuple[Answer, dict[str, Any], int], ...] = (
-        (Answer(prompt, ids, digests[:0]), {}, REFUTED),
-        (Answer(prompt, ids, digests[:0]), {"first_digest": len(ids)}, UNDECIDED),
-        (Answer(prompt, ids, digests + digests[:1]), {}, REFUTED),
-        (Answer(prompt, ids[:-4], digests[:-4]), {}, REFUTED),
-        (Answer(prompt, ids[:-4], digests[:-4]), {**counts, "finish_reason": "eos"}, REFUTED),
-        (Answer(prompt, ids[:-4], digests[:-4]), counts, UNDECIDED),  # a full pool may have ended it
-        (Answer(prompt, ids[:-4], digests[:-4]), {**counts, "finish_reason": "aborted"}, UNDECIDED),
-        (Answer(prompt[:-1] + type(ids)("I", [1 << 20]), ids, digests), {}, REFUTED),
-        (Answer(prompt, ids[:-1] + type(ids)("I", [1 << 20]), digests), {}, REFUTED),
+    cases: tuple[tuple[ReceiptAnswer, dict[str, Any], int], ...] = (
+        (ReceiptAnswer(prompt, ids, digests[:0]), {}, REFUTED),
+        (ReceiptAnswer(prompt, ids, digests[:0]), {"first_digest": len(ids)}, UNDECIDED),
+        (ReceiptAnswer(prompt, ids, digests + digests[:1]), {}, REFUTED),
+        (ReceiptAnswer(prompt, ids[:-4], digests[:-4]), {}, REFUTED),
+        (ReceiptAnswer(prompt, ids[:-4], digests[:-4]), {**counts, "finish_reason": "eos"}, REFUTED),
+        (ReceiptAnswer(prompt, ids[:-4], digests[:-4]), counts, UNDECIDED),  # a full pool may have ended it
+        (ReceiptAnswer(prompt, ids[:-4], digests[:-4]), {**counts, "finish_reason": "aborted"}, UNDECIDED),
+        (ReceiptAnswer(prompt[:-1] + type(ids)("I", [1 << 20]), ids, digests), {}, REFUTED),
+        (ReceiptAnswer(prompt, ids[:-1] + type(ids)("I", [1 << 20]), digests), {}, REFUTED),
         (sampled.answer, {"max_model_len": 5}, REFUTED),
         (sampled.answer, {"bad_words_ids": [[1 << 20]]}, REFUTED),
         (sampled.answer, {"sampling": {**sampled.payload["sampling"], "n": 10**9}}, REFUTED),
@@ -282,7 +282,7 @@ def test_arrays_that_contradict_their_statements_are_refuted(
         assert "the check failed" not in verdict.reason
 
 
-def as_text(receipt: Receipt, signed: bytes | None = None, answer: Answer | None = None) -> str:
+def as_text(receipt: Receipt, signed: bytes | None = None, answer: ReceiptAnswer | None = None) -> str:
     """A receipt whose parts were replaced without the key."""
     own = json.loads(receipt_text({}, answer or receipt.answer, _AnyKey()))
     kept = json.loads(receipt_text({}, receipt.answer, _AnyKey(receipt.signature, receipt.public_key)))

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway_svc.batches.batches import OPEN, Batches
-from gateway_svc.batches.lines import BATCH, MESSAGES, Checker, Line, Splitter
+from gateway_svc.batches.lines import BATCH, MESSAGES, BatchLine, Checker, Splitter
 from gateway_svc.batches.store import Json
 from gateway_svc.http.batches.calls import json_lines, page_of
 from gateway_svc.http.replies import EventStream, Read, json_reply
@@ -91,7 +91,7 @@ def _parts_of(data: bytes, max_lines: int) -> tuple[list[bytes], int]:
         raise invalid("requests", f"cannot be read: {error}") from None
     splitter, checker, parts = Splitter(), Checker(MESSAGES, max_lines), list[bytes]()
     for one in asked:
-        line = msgspec.json.encode(Line(one.custom_id, MESSAGES, one.params))
+        line = msgspec.json.encode(BatchLine(one.custom_id, MESSAGES, one.params))
         parts += splitter.feed(msgspec.json.format(line, indent=-1) + b"\n")
     parts += splitter.end()
     for part in parts:

@@ -36,7 +36,7 @@ from gateway_svc.request.threads import Threads
 from gateway_svc.request.validation import RequestLimits
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.dispatcher import Dispatcher
-from gateway_svc.schedulers.routes import Routes
+from gateway_svc.schedulers.routes import ModelRoutes
 from gateway_svc.schedulers.scheduler_client import SchedulerClient
 from gateway_svc.servicer import SessionServicer, make_servicer
 from gateway_svc.text.chat_output import ParserNames
@@ -320,7 +320,7 @@ class TestGateway:
         on_call: Any = None,
         limits: Any = None,
         tool_parsers: Sequence[str] = (),
-        routes: Routes | None = None,
+        routes: ModelRoutes | None = None,
     ) -> None:
         options: Any = {"bundles": BundleCache(), "open_channel": open_channel}
         parsers = ParserNames.from_flags(tool_parsers, ())

@@ -15,7 +15,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.http.console import app
 from gateway_svc.http.console.app import ConsoleState, read_assets
-from gateway_svc.schedulers.routes import Routes
+from gateway_svc.schedulers.routes import ModelRoutes
 
 ERRORS = {("Generate", "INVALID_ARGUMENT"): 7, ("GetModel", "NOT_FOUND"): 1}
 
@@ -59,7 +59,7 @@ async def status() -> pb.GetStatusResponse:
 
 
 def make_state(client: Client) -> ConsoleState:
-    directory: Any = SimpleNamespace(clients=[client], routes=Routes())
+    directory: Any = SimpleNamespace(clients=[client], routes=ModelRoutes())
     return ConsoleState(status, directory, ERRORS)
 
 

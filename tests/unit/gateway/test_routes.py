@@ -23,7 +23,7 @@ from gateway_svc.records.memory_fields import MemoryFields
 from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.store import RecordStore
 from gateway_svc.schedulers import routes
-from gateway_svc.schedulers.routes import FileTable, RedisTable, Routes, RoutesError, choose, conversation_key
+from gateway_svc.schedulers.routes import FileTable, ModelRoutes, RedisTable, RoutesError, choose, conversation_key
 from svc_common.errors import ServiceError, UnavailableError
 from svc_common.redis.server import RedisServer as Server
 from tests.processes.redis_server import RedisServer
@@ -38,7 +38,7 @@ def route(name: str, targets: Mapping[str, int], shadow: str = "") -> pb.Route:
     return pb.Route(name=name, targets=targets, shadow=shadow)
 
 
-async def put(table: Routes, name: str, **targets: int) -> None:
+async def put(table: ModelRoutes, name: str, **targets: int) -> None:
     await table.set(route(name, targets), lambda _: True)
 
 
@@ -78,7 +78,7 @@ async def split(tmp_path: Path) -> AsyncIterator[Split]:
             scheduler.play([7])
             await scheduler.start()
             closing.push_async_callback(scheduler.stop)
-        table = Routes(FileTable(tmp_path / "routes.json"))
+        table = ModelRoutes(FileTable(tmp_path / "routes.json"))
         gateway = await closing.enter_async_context(
             TestGateway(
                 [scheduler.address for scheduler in schedulers.values()],
@@ -317,16 +317,16 @@ async def test_a_file_is_written_and_followed_and_a_bad_one_is_ignored(split: Sp
         await split.set("nope")
     path.write_text('{"routes": [{"name": "a", "targets": {"b": 1}}, {"name": "b", "targets": {"c": 1}}]}')
     with pytest.raises(RoutesError, match="'b' is a route"):
-        Routes(FileTable(path))
+        ModelRoutes(FileTable(path))
     with pytest.raises(ServiceError, match="cannot be changed"):
-        await put(Routes(FileTable(Path("/proc/routes.json"))), "x", one=1)
+        await put(ModelRoutes(FileTable(Path("/proc/routes.json"))), "x", one=1)
     with pytest.raises(ServiceError, match="--redis or --routes"):
-        await put(Routes(), "x", one=1)
+        await put(ModelRoutes(), "x", one=1)
 
 
 @contextlib.asynccontextmanager
-async def tables(url: str, count: int) -> AsyncIterator[list[Routes]]:
-    found = [Routes(RedisTable(Server(url), "test")) for _ in range(count)]
+async def tables(url: str, count: int) -> AsyncIterator[list[ModelRoutes]]:
+    found = [ModelRoutes(RedisTable(Server(url), "test")) for _ in range(count)]
     for table in found:
         table.start()
     try:
