@@ -11,15 +11,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway_svc.batches.lines import BATCH, SWEPT, UNCHECKED, LineAnswer, TakenChunk
 from gateway_svc.records.store import owner_of
 from svc_common.errors import UnavailableError
-from svc_common.redis.connect import call_errors, connect
-from svc_common.redis.server import Availability, RedisServer, problem_of
+from svc_common.redis.connect import answer_of, connect
+from svc_common.redis.server import Availability, RedisServer
 
 TIMEOUT_S = 5.0
 
@@ -163,15 +162,9 @@ class RedisShelf:
         return await self._call(self._redis.eval(script, len(keys), *(self._prefix + key for key in keys), *values))
 
     async def _call(self, call: Any) -> Any:
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                answer = await call
-        except call_errors() as error:
-            self._server.went_down(error)
-            words = f"Redis, which keeps files and batches, {problem_of(error)[0]}; retry later"
-            raise UnavailableError(words, retry_after_s=1.0) from None
-        self._server.came_up()
-        return answer
+        return await answer_of(
+            call, self._server, "files and batches", UnavailableError, timeout_s=TIMEOUT_S, retry_after_s=1.0
+        )
 
 
 def _names(found: Sequence[bytes]) -> list[str]:

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,8 +30,8 @@ from gateway_svc.records.store import (
     owner_of,
 )
 from svc_common.errors import RecordsUnavailableError
-from svc_common.redis.connect import call_errors, connect
-from svc_common.redis.server import Availability, RedisServer, problem_of
+from svc_common.redis.connect import answer_of, connect
+from svc_common.redis.server import Availability, RedisServer
 
 RETRY_S = 1.0
 OWN = (b"run", b"lease", b"size", b"keep", b"refs")
@@ -287,17 +286,14 @@ class RedisFields:
         return self._prefix + record_id
 
     async def _call(self, call: Any) -> Any:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                answer = await call
-        except call_errors() as error:
-            self._server.went_down(error)
-            raise RecordsUnavailableError(
-                f"Redis, which keeps the records of requests, {problem_of(error)[0]}; retry later",
-                retry_after_s=RETRY_S,
-            ) from None
-        self._server.came_up()
-        return answer
+        return await answer_of(
+            call,
+            self._server,
+            "the records of requests",
+            RecordsUnavailableError,
+            timeout_s=self._timeout_s,
+            retry_after_s=RETRY_S,
+        )
 
 
 def _ms(time: tuple[int, int]) -> int:

@@ -32,8 +32,8 @@ from gateway_svc.request.field_errors import invalid
 from request_fields.fields import BY_PATH
 from svc_common.config import SettingError
 from svc_common.errors import NotConfiguredError, NotFoundError, ServiceError, UnavailableError
-from svc_common.redis.connect import call_errors, connect
-from svc_common.redis.server import Availability, RedisServer, problem_of
+from svc_common.redis.connect import answer_of, connect
+from svc_common.redis.server import Availability, RedisServer
 from svc_common.tasks import cancel
 
 log = logging.getLogger(__name__)
@@ -188,15 +188,9 @@ class RedisTable:
         return bool(await self._call(self._redis.eval(PUT, 1, self._key, expected, version, data)))
 
     async def _call(self, call: Any) -> Any:
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                answer = await call
-        except call_errors() as error:
-            self._server.went_down(error)
-            words = f"Redis, which keeps the routes, {problem_of(error)[0]}; retry later"
-            raise UnavailableError(words, retry_after_s=POLL_S) from None
-        self._server.came_up()
-        return answer
+        return await answer_of(
+            call, self._server, "the routes", UnavailableError, timeout_s=TIMEOUT_S, retry_after_s=POLL_S
+        )
 
 
 class ModelRoutes:
