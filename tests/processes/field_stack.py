@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 from quire_client.demo import demo_model_dir
 
 from tests.chat_templates import HERMES
+from tests.processes.browser import wait_for
 from tests.processes.ports import free_port
 from tests.processes.redis_server import RedisServer
 from tests.processes.stack import Service, Stack
@@ -49,6 +52,16 @@ class FieldStack:
         self.gateway: Service = stack.start_gateway(self.scheduler, flags=("--http-listen", address, *flags))
         self.worker.wait_ready()
         self.gateway.wait_ready()
+        # A Redis that has just started may lack routes, so an unknown model is refused for certain a moment later.
+        wait_for("the table of routes", lambda: self._status_of("unknown") == 404)
+
+    def _status_of(self, model: str) -> int:
+        body = json.dumps({"model": model, "prompt": "a", "max_tokens": 1}).encode()
+        try:
+            with urllib.request.urlopen(f"{self.url}/v1/completions", body, timeout=60) as reply:
+                return int(reply.status)
+        except urllib.error.HTTPError as error:
+            return error.code
 
     def start_worker(self, model_dir: Path) -> Service:
         flags = ("--kv-cache-memory", "64M", "--model-name", MODEL, "--dtype", "float32")
