@@ -9,6 +9,7 @@ from gateway_svc.callers.authenticator import CALLER_FLAGS
 from gateway_svc.foreign.services import COMPAT_FLAG
 from gateway_svc.operators.operator_port import ADMIN_FLAGS
 from gateway_svc.process.schedulers import CHAT_FLAGS
+from gateway_svc.request.public_prefixes import PUBLIC_PREFIX_FLAG
 from gateway_svc.request.sandbox.image_preparer import ImageLimits
 from gateway_svc.request.validation import DEFAULT_MAX_LOGPROBS
 from request_fields.fields import MAX_LOGPROBS
@@ -134,6 +135,7 @@ FLAGS = (
         "gateways. Open streams finish on the old connection. 0: never", default=0.0,
     ),
     CALLER_FLAGS,
+    PUBLIC_PREFIX_FLAG,
     Flag("--audit-log", text,
         "append a JSON line per request, with its caller, tokens and result, but no text (docs/keys.md). The "
         "file is opened again after a rotation, and several gateways of a machine may share it. -: stdout. "

@@ -106,9 +106,10 @@ def make_features(
     num_prompt_logprobs: int = 1,
     pooling: PooledRequest | None = None,
     adapter: bytes = b"",
+    others: Sequence[Feature] = (),
 ) -> Features:
     """The features of a request that uses these."""
-    features: list[Feature] = []
+    features: list[Feature] = [*others]
     if beam_params is not None:
         features.append(Beams(beam_params))
     if num_encoder_tokens:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gateway_svc.request.models import BundleCache
+from gateway_svc.request.public_prefixes import public_prefixes
 from gateway_svc.schedulers.directory import ModelDirectory, SchedulerClients
 from gateway_svc.schedulers.dispatcher import Dispatcher
 from gateway_svc.schedulers.routes import ModelRoutes
@@ -94,7 +95,7 @@ class Schedulers:
     def __init__(
         self, args: argparse.Namespace, gateway_id: str, on_change: Callable[[], None], routes: ModelRoutes
     ) -> None:
-        bundles, parsers = BundleCache(chat_templates(args)), parser_names(args)
+        bundles, parsers = BundleCache(chat_templates(args), public_prefixes(args)), parser_names(args)
         open_channel = make_trust(args, "gateway").channels_to("scheduler")
         self._clients = SchedulerClients(
             lambda address: SchedulerClient(

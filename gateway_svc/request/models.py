@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +15,7 @@ import xxhash
 from google.protobuf.message import DecodeError
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.request.public_prefixes import NO_PREFIXES, PublicPrefixes
 from gateway_svc.text.bundle import BundleError, ModelText, Tokenizer, model_text_from_files
 from gateway_svc.text.chat_output import DETECTED, ChatFormat, ParserNames
 from request_fields.sizes import SizeLimits
@@ -53,6 +55,7 @@ class ServedModel:
 
     adapter: types.AdapterInfo | None = None  # requests for it name it instead of the model
     alias: str = ""  # the route by which the request names it; empty: none
+    public_prefixes: tuple[array[int], ...] = field(default=(), repr=False)  # token ids whose blocks tenants share
 
     @cached_property
     def name(self) -> str:
@@ -122,9 +125,11 @@ class BundleCache:
     """ModelText by bundle digest, shared by all schedulers of this gateway.
 
     `templates`: chat templates of all models, by name; they replace a model's own templates of the same name.
+    `prefixes`: beginnings of prompts whose blocks tenants share.
     """
 
-    def __init__(self, templates: Mapping[str, str] | None = None) -> None:
+    def __init__(self, templates: Mapping[str, str] | None = None, prefixes: PublicPrefixes = NO_PREFIXES) -> None:
+        self.prefixes = prefixes
         self._templates = dict(templates or {})
         self._texts: dict[bytes, ModelText] = {b"": ModelText(None)}
         self._locks: dict[bytes, asyncio.Lock] = {}

@@ -17,6 +17,7 @@ from gateway_svc.request.field_errors import FieldErrors, check_token_ids, inval
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.parameters import Replay, ResumePlan, SamplingPlan, new_request, sampling_plan
 from gateway_svc.request.prompts.reader import PromptInput
+from gateway_svc.request.public_prefixes import num_public_tokens
 from gateway_svc.request.resume import resume_plan
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
 from gateway_svc.request.threads import Lane
@@ -34,6 +35,7 @@ class PromptPlan:
     inputs: tuple[inputs_pb2.CarriedInput, ...] = ()  # the prompt's positions without a token
     cache_salt: str = ""  # salt of the request, or one that also depends on the tenant
     encoder: EncoderPlan | None = None  # set if `ids` are the input of an encoder
+    num_public_tokens: int = 0  # the first tokens: their full blocks do not depend on the salt
 
     @property
     def column(self) -> array[int]:
@@ -167,12 +169,15 @@ def plan_generation(
         thinking.set_budget(request, model, prompt.tools, ids, max_tokens)
     sampling = sampling_plan(request, model, max_tokens, grammar, drawn_seed=drawn_seed)
     continues = request.HasField("continuation") or replay is not None or sampling.params.best_of > 0
+    column, num_public = array("I", ids), 0
+    if model.public_prefixes and start is None and cache_salt and not request.scheduling.cache_salt:
+        num_public = num_public_tokens(column, model.public_prefixes)
     encoder_plan = None if start is None else encoder.encoder_plan(len(ids), max_tokens, start, grammar, model)
     return GenerationPlan(
         request_id,
         model,
         request.scheduling,
-        PromptPlan(array("I", ids), prompt.inputs, cache_salt, encoder_plan),
+        PromptPlan(column, prompt.inputs, cache_salt, encoder_plan, num_public),
         sampling,
         _output_plan(request, model, prompt, ids),
         resume_plan(request, model, sampling, len(ids), replay) if continues else new_request(sampling),

@@ -152,7 +152,8 @@ class ModelLoader:
                 self._record_failure(info.model, error)
                 await asyncio.sleep(backoff)
                 backoff = min(backoff * 2, 10 * BACKOFF_MAX_S)
-        model = ServedModel(info, text, self._parsers)
+        prefixes = await self._bundles.prefixes.ids_of(info, text.tokenizer)
+        model = ServedModel(info, text, self._parsers, public_prefixes=prefixes)
         describe_model(model)
         self._set(model)
 

@@ -109,11 +109,13 @@ class Submitter:
 
     async def _look_up(self, plan: GenerationPlan) -> Hints:
         digests = await self._lane.run(4 * len(plan.prompt.ids), chain_of, plan)
-        affinity = digests[0] if digests else plan.prompt.ids.tobytes()
+        block_size = plan.model.info.block_size
+        affinity = plan.prompt.ids.tobytes()
+        if digests:  # the first block that not all tenants share
+            affinity = digests[min(plan.prompt.num_public_tokens // block_size, len(digests) - 1)]
         if self._reader is None or len(digests) < MIN_BLOCKS_TO_LOOK_UP:
             return Hints(affinity)
         blocks = await self._reader.lookup(digests)
-        block_size = plan.model.info.block_size
         return Hints(affinity, {epoch: count * block_size for epoch, count in blocks.items()})
 
 
@@ -126,7 +128,11 @@ def chain_of(plan: GenerationPlan) -> list[bytes]:
         salt = model_salt(info.revision, info.dtype, info.determinism, info.weights_revision)
         encoder = b"" if prompt.encoder is None else encoder_digest(prompt.ids)
         adapter = plan.model.adapter_digest
-        key = root_key(cache_salt=prompt.cache_salt.encode(), encoder=encoder, adapter=adapter)
+        cache_salt, border = prompt.cache_salt.encode(), prompt.num_public_tokens // info.block_size
+        keys = extra_keys(prompt.inputs, info.block_size)
+        if border:
+            keys[border] = root_key(cache_salt=cache_salt) + keys.get(border, b"")
+        key = root_key(cache_salt=b"" if border else cache_salt, encoder=encoder, adapter=adapter)
         root = root_digest(salt, info.block_size, key)
-        extend_digests(digests, root, prompt.column, info.block_size, extra_keys(prompt.inputs, info.block_size))
+        extend_digests(digests, root, prompt.column, info.block_size, keys)
     return digests

@@ -34,6 +34,7 @@ def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
         priority=plan.scheduling.priority,
         conversation=_conversation_of(plan) if plan.scheduling.conversation else 0,
         cache_salt=plan.prompt.cache_salt,
+        num_public_tokens=plan.prompt.num_public_tokens,
         adapter_digest=plan.model.adapter_digest,
         tenant_id=current_caller.get().owner or plan.scheduling.tenant_id,
         logprobs=0 if plan.output.logprobs is None and plan.resume.best_of is not None else plan.output.logprobs,

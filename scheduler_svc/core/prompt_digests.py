@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from itertools import zip_longest
 
 from prefix_index.hashing import NO_KEYS, chained, extend_digests, root_digest, token_bytes
 from step_protocol.columns import U32
@@ -35,19 +36,31 @@ class PromptDigests:
         block_size: int,
         keys: Mapping[int, bytes] = NO_KEYS,
     ) -> None:
-        """Append to `digests` the missing digests of the full blocks of `token_ids`. Prompts with extra keys are not
-        remembered: equal tokens do not make their digests equal.
+        """Append to `digests` the missing digests of the full blocks of `token_ids`. A block with extra keys begins
+        another part of the prompt, which is remembered on its own: equal tokens before it do not make its digest equal.
         """
         root = root_digest(self._root_salt, block_size, root_key)
-        if keys or digests or len(token_ids) < block_size:
+        if digests or len(token_ids) < block_size:
             extend_digests(digests, root, token_ids, block_size, keys)
             return
-        digests.append(chained(root + token_bytes(token_ids[:block_size])))
+        num_blocks = len(token_ids) // block_size
+        borders = [0, *(index for index in sorted(keys) if 0 < index < num_blocks)]
+        for begin, end in zip_longest(borders, borders[1:]):
+            tokens = token_ids
+            if len(borders) > 1:  # a view would keep the whole prompt in memory
+                tokens = token_ids[begin * block_size : None if end is None else end * block_size].copy()
+            parent = digests[-1] if digests else root
+            digests += self._part(parent, tokens, keys.get(begin, b""), block_size)
+
+    def _part(self, parent: bytes, tokens: U32, key: bytes, block_size: int) -> list[bytes]:
+        """The digests of the full blocks of one part, whose first block has this key."""
+        digests = [chained(parent + token_bytes(tokens[:block_size]) + key)]
         entry = self._entries.get(digests[0])
         if entry is not None:
-            _copy_common(digests, *entry, token_ids, block_size)
-        extend_digests(digests, root, token_ids, block_size)
-        self._remember(token_ids, digests)
+            _copy_common(digests, *entry, tokens, block_size)
+        extend_digests(digests, parent, tokens, block_size)
+        self._remember(tokens, digests)
+        return digests
 
     def _remember(self, token_ids: U32, digests: list[bytes]) -> None:
         """Store a prompt, replacing the prompt with the same first block. Evicts the oldest prompts over the limit."""

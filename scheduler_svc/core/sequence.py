@@ -123,8 +123,12 @@ class Features:
         return found
 
     def block_keys(self, block_size: int) -> Mapping[int, bytes]:
-        """See `Feature.block_keys`."""
-        return next((keys for item in self.items if (keys := item.block_keys(block_size))), NO_KEYS)
+        """See `Feature.block_keys`. Keys of one block are joined in the order of the features."""
+        joined: dict[int, bytes] = {}
+        for item in self.items:
+            for index, key in item.block_keys(block_size).items():
+                joined[index] = joined.get(index, b"") + key
+        return joined
 
 
 NO_FEATURES = Features()

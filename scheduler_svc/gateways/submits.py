@@ -26,6 +26,7 @@ from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.features.pooled import PooledRequest
 from scheduler_svc.core.features.prompt_logprobs import PromptDelivery
+from scheduler_svc.core.features.public_prefix import PublicPrefix
 from scheduler_svc.core.sequence import NO_FEATURES, Feature, Features, SequenceGroup
 from step_protocol.columns import U32, WireError, u32_from_bytes, u32_to_bytes
 from step_protocol.proto import DIGEST_BYTES
@@ -76,7 +77,7 @@ class SubmitReader:
             n=given.n,
             priority=submit.priority,
             conversation=submit.conversation,
-            root_key=_root_key(submit, prompt),
+            root_key=_root_key(submit, prompt, info),
             options=options,
             features=Features(*features) if features else NO_FEATURES,
             outputs=outputs,
@@ -180,6 +181,8 @@ def _features(
     elif num_encoder_tokens:
         features.append(EncoderPositions(num_encoder_tokens, submit.encoder.num_tokens))
         row.encoder.CopyFrom(submit.encoder)
+    if border := _num_public_blocks(submit, info):
+        features.append(PublicPrefix(border, root_key(cache_salt=submit.cache_salt.encode())))
     if submit.inputs:
         features.append(_inputs(submit.inputs, len(prompt), info, row))
     if submit.HasField("prompt_logprobs"):
@@ -279,9 +282,20 @@ def _continuation(
     return outputs, finished
 
 
-def _root_key(submit: scheduler_pb2.Submit, prompt: U32) -> bytes:
+def _root_key(submit: scheduler_pb2.Submit, prompt: U32, info: types_pb2.ModelInfo) -> bytes:
     encoder = encoder_digest(prompt[: submit.encoder.num_tokens]) if submit.HasField("encoder") else b""
-    return root_key(cache_salt=submit.cache_salt.encode(), encoder=encoder, adapter=submit.adapter_digest)
+    salt = b"" if _num_public_blocks(submit, info) else submit.cache_salt.encode()
+    return root_key(cache_salt=salt, encoder=encoder, adapter=submit.adapter_digest)
+
+
+def _num_public_blocks(submit: scheduler_pb2.Submit, info: types_pb2.ModelInfo) -> int:
+    """The full blocks of the public prefix. Output is never public."""
+    count, most = submit.num_public_tokens, len(submit.prompt_token_ids) // 4
+    if count > most:
+        raise InvalidRequestError(
+            f"num_public_tokens is {count}; must be at most the prompt's {most} tokens", field="num_public_tokens"
+        )
+    return count // info.block_size if count else 0
 
 
 def _adapter(digest: bytes) -> UsesAdapter:

@@ -43,7 +43,7 @@ from step_protocol.types import CacheGroup
 from tests.builders import make_features
 from tests.invariants import check_scheduler
 from tests.sim import symbolic_model
-from tests.sim.inputs import SimInput, inputs_of
+from tests.sim.inputs import SimInput, borders_of, inputs_of, without_salt
 from tests.sim.oracle import Expected, expected_beams, expected_output
 from tests.sim.symbolic_model import pooled_number
 from tests.sim.symbolic_worker import Chains, SymbolicWorker, Violation
@@ -225,6 +225,7 @@ class Cluster:
                 num_input_bytes=sum(item.length for item in request.inputs),
                 image_work=[(item.start, 1 + 3 * item.length) for item in request.inputs if item.content == 0],
                 adapter=request.adapter,
+                others=borders_of(request.prompt, self.block_size),
             ),
             conversation=request.conversation,
             outputs=[np.array(tokens, dtype=np.uint32) for tokens in request.delivered],
@@ -233,7 +234,7 @@ class Cluster:
 
     def _sent_ids(self, request: Request) -> np.ndarray:
         """The prompt as the gateway sends it."""
-        return np.array(request.prompt, dtype=np.uint32)
+        return np.array(without_salt(request.prompt), dtype=np.uint32)
 
     def _check_refusal(self, request: Request, error: Exception) -> None:
         self.trace.append(("refused", request.request_id, str(error)))

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefix_index.hashing import FIRST_CONTENT_ID, content_digest, content_ids
+from scheduler_svc.core.features.public_prefix import PublicPrefix
+from scheduler_svc.core.sequence import SequenceGroup
+from tests.builders import inputs_in
 
 NUM_CONTENTS = 3
 MAX_LENGTH = 256
+SALT_SHIFT = 20  # bits of a token id; above them the first token after a public prefix has its salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,32 @@ class SimInput:
     @property
     def end(self) -> int:
         return self.start + self.length
+
+
+class Border(PublicPrefix):
+    """The end of a public prefix. The content of the token after it depends on the salt, as if it were an input."""
+
+    def __init__(self, prompt: Sequence[int], start: int, block_size: int) -> None:
+        self.start, self.end, self.ids = start, start + 1, [prompt[start]]
+        self.digest = b"salt %d" % (prompt[start] >> SALT_SHIFT)
+        super().__init__(start // block_size, self.digest)
+
+
+def without_salt(prompt: Sequence[int]) -> list[int]:
+    """The prompt as gateways send it."""
+    return [token if token >= FIRST_CONTENT_ID else token % (1 << SALT_SHIFT) for token in prompt]
+
+
+def borders_of(prompt: Sequence[int], block_size: int) -> list[Border]:
+    """The border of a prompt's public prefix, if it has one."""
+    found = [i for i, token in enumerate(prompt) if 1 << SALT_SHIFT <= token < FIRST_CONTENT_ID]
+    return [Border(prompt, start, block_size) for start in found]
+
+
+def contents_in(group: SequenceGroup) -> list[SimInput | Border]:
+    """The parts of a request that change the content of its tokens."""
+    border = group.features.find(Border)
+    return [*([] if border is None else [border]), *inputs_in(group)]
 
 
 def _ids_of(content: int) -> list[int]:
@@ -58,7 +88,7 @@ def inputs_of(prompt: Sequence[int]) -> list[SimInput]:
     return found
 
 
-def with_contents(token_ids: np.ndarray, inputs: Iterable[SimInput]) -> np.ndarray:
+def with_contents(token_ids: np.ndarray, inputs: Iterable[SimInput | Border]) -> np.ndarray:
     """The token ids with the ids of the real contents at the positions of the inputs."""
     known = token_ids.copy()
     for item in inputs:

@@ -29,7 +29,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import StopCondition
 from step_protocol.types import BlockMovement, CacheGroup, WorkerRole
 from tests.sim.cluster import ADAPTERS, ROOT_SALT, Cluster
-from tests.sim.inputs import NUM_CONTENTS, SimInput
+from tests.sim.inputs import NUM_CONTENTS, SALT_SHIFT, SimInput, without_salt
 from tests.sim.operators import Operators
 from tests.sim.symbolic_worker import NAN_SEED, SymbolicWorker
 from tests.sim.tiers import damage
@@ -61,6 +61,7 @@ class Setup:
     has_turns: bool = (
         False  # prompts continue conversations; most models have states, snapshots at each block, and drafts
     )
+    has_public: bool = False  # requests with equal roots have public prefixes, and salts
     has_operators: bool = False  # pauses, sleep, resets, updates, loans and conversations, together with all others
 
     @property
@@ -110,7 +111,7 @@ class Simulation:
         self._nan_rate = self._nan_rng.choice((0.0, 0.0, 0.0, 0.2))
         self.num_events = self._num_arrived = self._next_epoch = 0
         self.setup = replace(self._choose_setup(), **changes)
-        if self.setup.has_groups or self.setup.has_turns:
+        if self.setup.has_groups or self.setup.has_turns or self.setup.has_public:
             self._encoder_rate = 0.0
         if self.setup.has_turns:
             turn_rng = Random(f"turns {seed}")
@@ -302,6 +303,18 @@ class Simulation:
         item = SimInput(start, length, rng.randrange(NUM_CONTENTS))
         return [*prompt[:start], *item.ids, *prompt[item.end :]]
 
+    def _put_salt(self, prompt: list[int]) -> list[int]:
+        """The prompt with a salt after some of its blocks, often after the same number."""
+        if not self.setup.has_public:
+            return prompt
+        prompt, starts = without_salt(prompt), range(self.cluster.block_size, len(prompt), self.cluster.block_size)
+        if not starts:
+            return prompt
+        start = self.rng.choice((starts[0], self.rng.choice(starts)))
+        if prompt[start] < FIRST_CONTENT_ID:
+            prompt[start] += self.rng.choice((1, 2)) << SALT_SHIFT
+        return prompt
+
     def _choose_pooling(self, prompt: list[int], encoder: list[int]) -> str:
         """How the request pools its prompt; empty: it generates. From a separate source, as `_choose_beams`."""
         if self._pooling_rng.random() >= self._pooling_rate or encoder or max(prompt) >= FIRST_CONTENT_ID:
@@ -400,7 +413,8 @@ class Simulation:
         rng = self.rng
         self._num_arrived += 1
         conversation = self._choose_conversation()
-        prompt, encoder = self._put_input(self._choose_prompt(conversation)), self._choose_encoder()
+        prompt = self._put_salt(self._put_input(self._choose_prompt(conversation)))
+        encoder = self._choose_encoder()
         if encoder:
             prompt = encoder + prompt[: max(1, self.cluster.max_model_len - 2 * len(encoder))]
         stop = self._choose_stop(len(prompt))

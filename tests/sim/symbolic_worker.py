@@ -39,9 +39,8 @@ from step_protocol.columns import EMPTY
 from step_protocol.features import BeamCandidates, BeamMoves, PooledRows, TakenSnapshots
 from step_protocol.messages import StepBatch, StepOutput
 from step_protocol.types import RowError
-from tests.builders import inputs_in
 from tests.sim import symbolic_model
-from tests.sim.inputs import with_contents
+from tests.sim.inputs import contents_in, with_contents
 from tests.sim.symbolic_groups import SymbolicGroup
 from tests.sim.violation import POISON, Violation
 
@@ -83,7 +82,7 @@ class Chains:
             return known
         parent = self.of_block(tokens, digests, index - 1, group) if index else self.root(group.root_key)
         content = b"".join(int(token).to_bytes(4, "little") for token in tokens[end - self.block_size : end])
-        keys = b"".join(item.digest for item in inputs_in(group) if item.start // self.block_size == index)
+        keys = b"".join(item.digest for item in contents_in(group) if item.start // self.block_size == index)
         digest = xxh3_128_digest(parent + content + keys)
         self.by_prefix[prefix] = digest
         self.parent[digest] = parent
@@ -369,7 +368,7 @@ class SymbolicWorker:
         self.tokens[row, :count] = tokens
         self._give_inputs(opened)
         model_key = symbolic_model.key(opened.group.root_key, adapter_of(opened.group))
-        contents = with_contents(tokens, inputs_in(opened.group)).astype(np.uint64)
+        contents = with_contents(tokens, contents_in(opened.group)).astype(np.uint64)
         terms = symbolic_model.term_column(contents, self._places[:count])
         self.digests[row, :count] = np.cumsum(terms) + np.uint64(symbolic_model.root(model_key))
         if self.has_states:
@@ -424,7 +423,7 @@ class SymbolicWorker:
         self.state[forks] = self.state[parents]
 
     def _contents(self, row: int, start: int, end: int) -> np.ndarray:
-        tokens = with_contents(self.tokens[row], inputs_in(self.group[row].group))
+        tokens = with_contents(self.tokens[row], contents_in(self.group[row].group))
         return tokens[start:end].astype(np.uint64)
 
     def _give_inputs(self, opened: RowAssignment) -> None:

@@ -30,6 +30,7 @@ from scheduler_svc.core.features.beams import BeamRows
 from scheduler_svc.core.features.block_moves import BlockMoves
 from scheduler_svc.core.features.cache_groups import WindowGroup
 from scheduler_svc.core.features.inputs import InputRows, Inputs
+from scheduler_svc.core.features.public_prefix import PublicPrefix
 from scheduler_svc.core.features.snapshots import Kept, Snapshots, Taken
 from scheduler_svc.core.messages import MigrationReason
 from scheduler_svc.core.rows import BlockTables, DecodeRun, RowTable
@@ -54,7 +55,7 @@ from tests.sim.tiers import Tier, is_sound
 MAX_SEEDS = 200
 KINDS = (  # systems
     "has_moves", "has_groups", "has_windows", "has_slow_links", "has_fast_links", "has_slow_disks", "has_operators",
-    "has_turns",
+    "has_turns", "has_public",
 )  # fmt: skip
 
 Patch = pytest.MonkeyPatch
@@ -77,6 +78,7 @@ class Bug:
     has_slow_disks: bool = False  # with has_moves
     has_operators: bool = False  # for bugs in holds of the barrier
     has_turns: bool = False  # for bugs in conversations and states
+    has_public: bool = False  # for bugs in public prefixes
 
     @property
     def changes(self) -> dict[str, float]:
@@ -933,6 +935,21 @@ def extra_keys_of_the_last_prompt_block_forgotten(patch: Patch) -> None:
         return row
 
     wrap(patch, RowTable, "open", open_row)
+
+
+@bug("reads the wrong content", has_public=True)
+def salt_missing_after_a_public_prefix(patch: Patch) -> None:
+    patch.setattr(PublicPrefix, "block_keys", lambda prefix, block_size: {})
+    trust_digests(patch)
+
+
+@bug("reads the wrong content", has_public=True)
+def salt_a_block_after_the_border(patch: Patch) -> None:
+    def late(original: Any, prefix: PublicPrefix, block_size: int) -> dict[int, bytes]:
+        return {index + 1: key for index, key in original(prefix, block_size).items()}
+
+    wrap(patch, PublicPrefix, "block_keys", late)
+    trust_digests(patch)
 
 
 @bug("compute an input that they do not have")

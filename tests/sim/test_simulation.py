@@ -10,6 +10,7 @@ import pytest
 
 from scheduler_svc.core.features.block_moves import BlockMove
 from scheduler_svc.core.sequence import FinishReason
+from tests.sim.inputs import borders_of
 from tests.sim.seeds import parametrize_seeds, read_regressions
 from tests.sim.simulation import run_seed
 
@@ -57,6 +58,17 @@ def test_blocks_move_between_full_pools(kind: str, are_tiers: set[bool], first: 
         cluster = run_seed(seed, has_moves=True, **{kind: True}).cluster
         sources |= {event[1].source is None for event in cluster.trace if event[0] == "moved" and event[2]}
     assert sources == are_tiers
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(20, 2000, 20))])
+@pytest.mark.parametrize("others", [{}, {"has_moves": True}, {"has_turns": True}], ids=["alone", "moves", "turns"])
+def test_public_prefixes(others: dict[str, bool], first: int) -> None:
+    """Requests with two salts share the blocks before a border, and no block after it."""
+    num_shared = 0
+    for seed in range(first, first + 20):
+        requests = run_seed(seed, has_public=True, **others).cluster.requests.values()
+        num_shared += sum(bool(borders_of(one.prompt, 1)) and any(one.num_cached.values()) for one in requests)
+    assert num_shared > 5
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(20, 2000, 20))])

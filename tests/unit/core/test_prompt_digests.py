@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from prefix_index.hashing import extend_digests, root_digest
+from scheduler_svc.core import prompt_digests
 from scheduler_svc.core.prompt_digests import DIGEST_BYTES, ENTRY_BYTES, PromptDigests
 
 BLOCK_SIZE = 4
@@ -32,6 +33,27 @@ def test_prompts_that_share_any_number_of_tokens() -> None:
         prompt = np.concatenate((base[:num_shared], own))
         for root_key in (b"", b"tenant"):
             assert remembered(memo, prompt, root_key) == computed(prompt, root_key)
+
+
+def test_parts_that_begin_with_a_keyed_block_are_remembered() -> None:
+    """Prompts of tenants with a public prefix, and images: each part is hashed once per tenant."""
+    limit = 40 * (ENTRY_BYTES + 40 * 4 + 10 * DIGEST_BYTES)
+    memo, rng = PromptDigests(b"salt", limit), np.random.default_rng(0)
+    for number in range(200):
+        tokens = np.concatenate((np.zeros(rng.integers(0, 20), np.uint32), rng.integers(0, 2, 20, dtype=np.uint32)))
+        keys = {int(index): bytes([rng.integers(3)]) for index in rng.integers(0, 12, rng.integers(0, 4))}
+        expected, found = list[bytes](), list[bytes]()
+        extend_digests(expected, root_digest(b"salt", BLOCK_SIZE, b""), tokens, BLOCK_SIZE, keys)
+        memo.extend(found, tokens, b"", BLOCK_SIZE, keys)
+        assert found == expected, number
+        assert memo._num_bytes <= limit
+    prompt, keys = np.arange(40, dtype=np.uint32), {4: b"tenant"}
+    memo.extend([], prompt, b"", BLOCK_SIZE, keys)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:  # nothing is left to hash but first blocks
+        patch.setattr(prompt_digests, "extend_digests", lambda digests, *others: None)
+        memo.extend(found, prompt, b"", BLOCK_SIZE, keys)
+    assert len(found) == 10
 
 
 def test_digests_of_a_grown_sequence_are_appended() -> None:

@@ -256,6 +256,7 @@ def test_what_a_request_uses_reaches_the_worker() -> None:
         (lambda s: setattr(s.sampling, "beam_width", 9), "sampling.beam_width"),
         (lambda s: (setattr(s.sampling, "regex", "a"), setattr(s.sampling, "json_schema", "{}")), "sampling.regex"),
         (lambda s: setattr(s, "adapter_digest", b"short"), "adapter_digest"),
+        (lambda s: setattr(s, "num_public_tokens", 4), "num_public_tokens"),
         (lambda s: s.pooling.SetInParent(), "pooling"),
         (lambda s: s.encoder.SetInParent(), "encoder"),
     ],
