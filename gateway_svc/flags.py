@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from gateway_svc.batches.flags import BATCH_FLAGS
+from gateway_svc.batches.batches import BATCH_FLAGS
 from gateway_svc.callers.authenticator import CALLER_FLAGS
 from gateway_svc.foreign.services import COMPAT_FLAG
 from gateway_svc.operators.operator_port import ADMIN_FLAGS

@@ -6,8 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from gateway_svc.answer.open_streams import OpenStreams
-from gateway_svc.answer.request_meter import GatewayMetrics, ModelTimes
+from gateway_svc.answer.open_streams import GatewayMetrics, ModelTimes, OpenStreams
 from gateway_svc.operators.audit import AuditLog
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.scheduler_client import SchedulerClient

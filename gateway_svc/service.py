@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from gateway_svc.answer.open_streams import OpenStreams
 from gateway_svc.answer.receipts import ReceiptSigner
 from gateway_svc.answer.request_traces import GenerationTraces
-from gateway_svc.batches.flags import make_batches
+from gateway_svc.batches.batches import make_batches
 from gateway_svc.callers.authenticator import identifies_callers, isolates_tenants, min_priority
 from gateway_svc.flags import make_parser
 from gateway_svc.limits.buckets import LimitsError, LimitsFile, LocalBuckets, RedisBuckets

@@ -142,12 +142,10 @@ class InferenceServicer(InferenceServiceServicer):
     # -- models and status --------------------------------------------------------------------------------------------
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context | None = None) -> pb.ListModelsResponse:
-        """All models."""
         async with self.admission.call():
             return pb.ListModelsResponse(models=self._directory.listed())
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context | None = None) -> pb.GetModelResponse:
-        """One model."""
         async with self.admission.call():
             name = self._directory.find_text(request.model).name
             listed = {model.info.model: model for model in self._directory.listed()}
@@ -211,7 +209,6 @@ class SessionServicer(SessionServiceServicer):
         return spb.PinResponse(session=await self._sessions.pin(request.session_id, request.ttl_s))
 
     async def GetSession(self, request: spb.GetSessionRequest, context: Context) -> spb.GetSessionResponse:
-        """One session."""
         return spb.GetSessionResponse(session=await self._sessions.get(request.session_id))
 
     async def ListSessions(self, request: spb.ListSessionsRequest, context: Context) -> spb.ListSessionsResponse:
@@ -219,7 +216,6 @@ class SessionServicer(SessionServiceServicer):
         return spb.ListSessionsResponse(sessions=await self._sessions.list())
 
     async def DeleteSession(self, request: spb.DeleteSessionRequest, context: Context) -> spb.DeleteSessionResponse:
-        """Delete a session."""
         await self._sessions.delete(request.session_id)
         return spb.DeleteSessionResponse()
 

@@ -21,9 +21,8 @@ from quire_cli.connection import tls_option
 from quire_cli.output import complain, to_json
 
 from quire_bench import datasets
-from quire_bench.backend import BackendError, BenchBackend, SendOptions, ServerInfo
+from quire_bench.backend import BackendError, BenchBackend, BenchRun, SendOptions, ServerInfo, arrival_times
 from quire_bench.datasets import DatasetConversation, DatasetError, Lengths
-from quire_bench.driver import BenchRun, arrival_times
 from quire_bench.figures import Summary, parse_slo, report_text, summarize, summary_fields
 from quire_bench.plot import PlotError, check_plot_path, write_plot
 

@@ -183,7 +183,7 @@ COMMANDS = (
         arg("request_id", metavar="ID", help="the request's id"),
         count_of("--after", "skip the first N output tokens (default 0)", 0, default=0), JSON_AT_END, *TARGET,
     )),
-    Command("chat", "chat.run", "chat with a model", (
+    Command("chat", "generate.chat", "chat with a model", (
         arg("question", nargs="?", metavar="QUESTION", help="a single question (default: a conversation)"),
         arg("--system", metavar="TEXT", help="system message"),
         arg("--image", action="append", default=[], metavar="FILE",
@@ -215,31 +215,35 @@ COMMANDS = (
             help="time limit of the drain (default: the worker's own)"), JSON, *TARGET,
     )),
     Command("adapter", "", "load, unload and list LoRA adapters", epilog=ADAPTER_EXAMPLES, actions=(
-        Command("load", "adapter.load", "load an adapter on all workers of a model", (
+        Command("load", "served.load_adapter", "load an adapter on all workers of a model", (
             arg("name", metavar="NAME", help="the adapter's name in requests"),
             arg("path", metavar="PATH", help="its folder, below the workers' --adapter-dir"),
             _model("the only one"), JSON, *TARGET,
         )),
-        Command("unload", "adapter.unload", "unload an adapter; refused while requests use it", (
+        Command("unload", "served.unload_adapter", "unload an adapter; refused while requests use it", (
             arg("name", metavar="NAME", help="the adapter's name"), _model("the only one"), JSON, *TARGET,
         )),
-        Command("list", "adapter.show", "the adapters of one model or of all models", (_model("all"), JSON, *TARGET)),
+        Command("list", "served.list_adapters", "the adapters of one model or of all models", (
+            _model("all"), JSON, *TARGET,
+        )),
     )),
     Command("route", "", "names that stand for models: aliases, splits, shadows", epilog=ROUTE_EXAMPLES, actions=(
-        Command("set", "route.put", "set a route", (
+        Command("set", "served.set_route", "set a route", (
             arg("name", metavar="NAME", help="the name in requests"),
             arg("targets", nargs="*", type=route_target, metavar="TARGET[=WEIGHT]",
                 help="models or adapters, and their parts (default: the model NAME; weight 1)"),
             arg("--shadow", default="", metavar="MODEL", help="gets a copy of each generation and never answers"),
             JSON, *TARGET,
         )),
-        Command("rm", "route.remove", "remove a route", (arg("name", metavar="NAME", help="its name"), JSON, *TARGET)),
-        Command("list", "route.show", "all routes", (JSON, *TARGET)),
+        Command("rm", "served.remove_route", "remove a route", (
+            arg("name", metavar="NAME", help="its name"), JSON, *TARGET,
+        )),
+        Command("list", "served.list_routes", "all routes", (JSON, *TARGET)),
     )),
     Command("session", "", "list, show and delete sessions", actions=(
-        Command("list", "session.list_all", "your sessions, the newest first", (JSON, *TARGET)),
-        Command("show", "session.show", "what the server knows of a session", (SESSION, JSON, *TARGET)),
-        Command("rm", "session.remove", "delete sessions", (
+        Command("list", "served.list_sessions", "your sessions, the newest first", (JSON, *TARGET)),
+        Command("show", "served.show_session", "what the server knows of a session", (SESSION, JSON, *TARGET)),
+        Command("rm", "served.remove_sessions", "delete sessions", (
             arg("ids", nargs="+", metavar="ID", help="their ids"), JSON, *TARGET,
         )),
     )),
@@ -263,7 +267,7 @@ COMMANDS = (
             PUBLIC_KEY, JSON,
         )),
     )),
-    Command("fetch", "fetch.run", "download a model of the Hugging Face Hub once, pinned to a commit", (
+    Command("fetch", "setup.fetch", "download a model of the Hugging Face Hub once, pinned to a commit", (
         arg("model", metavar="ORG/NAME@COMMIT", help="the model and the 40 digits of its commit"),
         arg("--to", type=Path, required=True, metavar="DIR", help="folder of the downloads, as a Hub cache"),
     )),
@@ -279,12 +283,12 @@ COMMANDS = (
             help="bundle: status, versions, settings without secrets, metrics and logs"),
         arg(*OUTPUT_FILE, metavar="FILE", help="file to write (default: quire-bundle-TIME.tar.gz)"), *TARGET,
     )),
-    Command("key", "key.run", "make API keys for the gateways, which store only digests", (
+    Command("key", "setup.key", "make API keys for the gateways, which store only digests", (
         arg("action", choices=("new", "hash"), help="new: make a key; hash: print the line of a key from stdin"),
         arg("owner", nargs="?", metavar="OWNER", help="owner of the new key: its tenant, and the file's name"),
         arg("--dir", type=Path, metavar="DIR", help="add the line to DIR/OWNER; DIR is the folder of --api-keys"), JSON,
     ), KEY_EXAMPLES),
-    Command("cert", "cert.run", "make the certificates of the services, signed by a CA of their own", (
+    Command("cert", "setup.cert", "make the certificates of the services, signed by a CA of their own", (
         arg("dir", type=Path, metavar="DIR", help="folder to write; its CA is used again if it has one"),
         arg("--host", action="append", metavar="NAME", default=[],
             help="DNS name or IP address of the gateways, for clients (default: localhost and 127.0.0.1)"),
@@ -304,7 +308,7 @@ COMMANDS = (
         API_KEY, switch("--json", "print the summary as one JSON line"), TLS,
     ), BATCH_EXAMPLES),
     Command("bench", "quire_bench.command.run", "measure a server under load", (TLS, *BENCH_ARGUMENTS), BENCH_EXAMPLES),
-    Command("completion", "completion.run", "print a script that completes commands and flags", (
+    Command("completion", "setup.completion", "print a script that completes commands and flags", (
         arg("shell", choices=("bash", "zsh", "fish"), help="the shell"),
     ), COMPLETION_EXAMPLES),
 )  # fmt: skip

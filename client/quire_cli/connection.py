@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from quire_client.connection.tls import Tls, resolve_tls
+from quire_client.connection.channel import Tls, resolve_tls
 from quire_client.sync import Client
 
 CONNECT_TIMEOUT_S = 2.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -94,6 +95,12 @@ def count(number: int, noun: str) -> str:
 def to_json(value: Any) -> str:
     """A dataclass, or any structure of dataclasses, as one line of JSON."""
     return json.dumps(plain(value))
+
+
+def show(args: argparse.Namespace, value: Any, text: str) -> int:
+    """Print a result as text, or with --json as one line of JSON. Returns the exit code of success."""
+    print(to_json(value) if args.json else text)
+    return 0
 
 
 def sample_fields(sample: Sample) -> dict[str, Any]:

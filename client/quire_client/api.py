@@ -1,7 +1,7 @@
 """All public names of the SDK. `quire_client` exports them."""
 
 from quire_client.aio import AsyncClient, AsyncGenerateStream, AsyncSession
-from quire_client.connection.tls import Tls
+from quire_client.connection.channel import Tls
 from quire_client.errors import (
     AlreadyExists,
     Cancelled,

@@ -19,7 +19,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 
 from quire_client import convert
-from quire_client.answer import AnswerAssembler, NewParts, PartError
+from quire_client.convert import AnswerAssembler, NewParts, PartError
 from quire_client.errors import GenerationFailed, StreamCorrupted, StreamEndedEarly
 from quire_client.types import Delta, FinishReason, GenerateResult, PartialSample, Sample, TokenLogprob
 

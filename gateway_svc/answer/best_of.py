@@ -12,8 +12,8 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.stream import SampleStream
-from gateway_svc.request.parameters import BestOf
 from gateway_svc.request.plan import GenerationPlan
+from gateway_svc.request.validation import BestOf
 from gateway_svc.schedulers.logprobs import PromptLogprobJournal
 from gateway_svc.schedulers.scheduler_request import SampleJournal, SchedulerRequest
 from gateway_svc.text.detokenizer import SampleText

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.answer.request_meter import FAILED, REASONS
+from gateway_svc.answer.open_streams import FAILED, REASONS
 from gateway_svc.request.plan import GenerationPlan
 from request_fields.receipts import ReceiptAnswer, ReceiptError, private_key, receipt_text
 from svc_common.config import SettingError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.answer.request_meter import RequestMeter
+from gateway_svc.answer.open_streams import RequestMeter
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from svc_common.errors import ServiceError
 from svc_common.observe.tracing import HEADER, current_traceparent, is_traceparent, valid_traceparent

@@ -13,8 +13,8 @@ from quire.v1 import inference_pb2 as pb
 from gateway_svc.columns import u32_from_bytes, u32_to_bytes
 from gateway_svc.records.recorder import OutputRecorder, Recording
 from gateway_svc.records.store import RecordStore, StoredRecord, keeps_output
-from gateway_svc.request.parameters import Replay
 from gateway_svc.request.plan import GenerationPlan
+from gateway_svc.request.validation import Replay
 from gateway_svc.schedulers.submitter import Submission
 from gateway_svc.schedulers.wire import continuation_from_outputs
 from svc_common.errors import NotFoundError, ServiceError

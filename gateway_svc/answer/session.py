@@ -47,7 +47,6 @@ class SessionBase:
 
     @property
     def request(self) -> pb.GenerateRequest:
-        """The request of the session."""
         return self.record.content.request
 
     @property

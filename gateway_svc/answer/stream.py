@@ -19,8 +19,8 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.answer_stream import AnswerStream
+from gateway_svc.answer.open_streams import RequestMeter
 from gateway_svc.answer.receipts import ReceiptSigner, SampleProof
-from gateway_svc.answer.request_meter import RequestMeter
 from gateway_svc.columns import u32_to_bytes
 from gateway_svc.records.recorder import Recording
 from gateway_svc.request.plan import GenerationPlan

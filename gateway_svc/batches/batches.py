@@ -1,8 +1,17 @@
-"""Files and batches of the current caller. Those of other owners do not exist for it."""
+"""Files and batches of the current caller: their flags, their life, and how they are stored: as JSON documents and
+parts, sealed by a cipher, on a shelf in Redis or in a folder.
+
+An *item* is a file or a batch: a document and, of a file, a list of parts that only grows. Its name is OWNER/id. A
+part of an input is a *chunk*: some whole lines, the unit that a gateway takes. Leases of chunks only save work. An
+answer counts if it is the first one of its line, so a gateway that has lost its lease repeats and loses nothing.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
+import logging
 import re
 import secrets
 import time
@@ -10,12 +19,91 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway_svc.batches.lines import BATCH, FILE, MESSAGES, URLS
-from gateway_svc.batches.store import BatchStore, Json, beside, kind_of
+from gateway_svc.batches.folder_shelf import FolderShelf
+from gateway_svc.batches.lines import BATCH, FILE, MESSAGES, URLS, LineAnswer
+from gateway_svc.batches.redis_shelf import RedisShelf
 from gateway_svc.callers.caller import current_caller, record_target, scoped
+from gateway_svc.records.cipher import Cipher, UnreadableValueError, make_cipher
 from gateway_svc.request.field_errors import invalid
 from gateway_svc.request.validation import REQUEST_ID
+from svc_common.config import OFF, Flag, FlagGroup, in_range, path, size_bytes
 from svc_common.errors import InvalidRequestError, NotConfiguredError, NotFoundError, OverloadedError
+from svc_common.redis.server import RedisServer
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 10.0
+PAGE = 32  # parts that are read at once
+
+Json = dict[str, Any]
+
+
+class BatchStore:
+    """Items as documents. `shelf` has the other methods; all raise UnavailableError if it does not answer."""
+
+    def __init__(self, shelf: RedisShelf | FolderShelf, cipher: Cipher) -> None:
+        self.shelf = shelf
+        self._cipher = cipher
+
+    async def create(self, name: str, doc: Json, limit: int) -> bool:
+        """Add an item that lives until its `deleted_at`."""
+        return await self.shelf.create(kind_of(name), name, self._seal(name, doc), doc["deleted_at"], limit)
+
+    async def drop(self, name: str) -> None:
+        """Delete an item with all that belongs to it."""
+        await self.shelf.drop(kind_of(name), name)
+
+    async def find(self, *names: str) -> list[Json]:
+        """The documents with `bytes` and `counts`, without those that do not exist or cannot be read."""
+        found = []
+        for name, item in zip(names, await self.shelf.load(names), strict=True):
+            try:
+                found += [] if item is None else [self._opened(name, *item)]
+            except UnreadableValueError as error:
+                log.error("%s cannot be read: %s", name, error)
+        return found
+
+    async def change(self, name: str, change: Callable[[Json], None]) -> Json:
+        """Change a document. Raises NotFoundError."""
+        while (found := (await self.shelf.load([name]))[0]) is not None:
+            doc = json.loads(self._cipher.open(found[0], name.encode()))
+            change(doc)
+            if await self.shelf.swap(name, found[0], self._seal(name, doc), doc["deleted_at"]):
+                return {**doc, "bytes": found[1], "counts": found[2]}
+        raise NotFoundError(f"{name.rpartition('/')[2]} was deleted")
+
+    async def add(self, name: str, part: bytes) -> bool:
+        """Append a part. False if there is no such file."""
+        return await self.shelf.add(name, self._cipher.seal(part, name.encode()), len(part))
+
+    async def parts(self, name: str, start: int = 0, count: int = PAGE) -> list[bytes]:
+        """Parts of a file from an index on; none after its end."""
+        return [self._cipher.open(part, name.encode()) for part in await self.shelf.parts(name, start, count)]
+
+    async def put(self, name: str, doc: Json, chunk: int, line: int, result: tuple[str, bytes]) -> None:
+        """Store the result of a line of a chunk, once."""
+        kind, data = result
+        file = beside(name, doc["output" if kind == "succeeded" else "errors"])
+        await self.shelf.put(
+            name, chunk, LineAnswer(line, kind, self._cipher.seal(data, file.encode()), len(data)), file
+        )
+
+    def _seal(self, name: str, doc: Json) -> bytes:
+        return self._cipher.seal(json.dumps(doc).encode(), name.encode())
+
+    def _opened(self, name: str, doc: bytes, num_bytes: int, counts: Mapping[str, int]) -> Json:
+        return {**json.loads(self._cipher.open(doc, name.encode())), "bytes": num_bytes, "counts": counts}
+
+
+def kind_of(name: str) -> str:
+    """FILE or BATCH, by the id in a name."""
+    return FILE if name.rpartition("/")[2].startswith(FILE) else BATCH
+
+
+def beside(name: str, item_id: str) -> str:
+    """The name of another item of the same owner."""
+    return name[: name.rfind("/") + 1] + item_id
+
 
 PENDING_S = 3600.0  # an upload that takes longer is deleted
 WINDOW = re.compile(r"([1-9]\d{0,5})([smhd])")
@@ -179,3 +267,34 @@ async def sweep(store: BatchStore) -> None:
     due = await store.shelf.due(time.time())
     for name in set(due) - (await names_in_use(store) if due else set()):
         await store.drop(name)
+
+
+BATCH_FLAGS = FlagGroup("files and batches of --http-listen, in Redis or in a folder (docs/batches.md)", (
+    Flag("--batch-dir", path,
+        "without --redis: folder of the files and batches, which the gateways of one machine may share. Unset: none",
+        metavar="DIR",
+    ),
+    Flag("--batch-concurrency", in_range(int, 0, 100_000),
+        "lines of batches that this gateway has open at the same time. 0: other gateways answer them", default=64,
+    ),
+    Flag("--batch-max-lines", in_range(int, 1, 1_000_000), "limit of the requests in one batch", default=50_000),
+    Flag("--batch-max-bytes", size_bytes,
+        "limit on the size of all files of one owner; with its results, an owner may exceed it", default="1G",
+    ),
+    Flag("--batch-max-files", in_range(int, 1, 100_000), "limit of the files, and of the batches, of one owner",
+        default=1000,
+    ),
+    Flag("--batch-ttl-s", in_range(float, 60.0, 365 * 86_400.0),
+        "a file is deleted this long after its upload, and a batch with its results this long after its "
+        "completion_window, which is at most as long", default=7 * 86_400.0,
+    ),
+))  # fmt: skip
+
+
+def make_batches(args: argparse.Namespace, redis: RedisServer | None) -> Batches:
+    """Files and batches of this deployment. Raises SettingError."""
+    limits = BatchLimits(args.batch_max_lines, args.batch_max_bytes, args.batch_max_files, args.batch_ttl_s)
+    if args.http_listen == OFF or (redis is None and args.batch_dir is None):
+        return Batches(None, limits)
+    shelf = RedisShelf(redis, namespace=args.redis_namespace) if redis else FolderShelf(args.batch_dir)
+    return Batches(BatchStore(shelf, make_cipher(args.record_key_file)), limits)

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from gateway_svc.batches.batches import OPEN, Batches, sweep
+from gateway_svc.batches.batches import LEASE_S, OPEN, Batches, Json, beside, sweep
 from gateway_svc.batches.lines import (
     LINE,
     UNCHECKED,
@@ -29,7 +29,6 @@ from gateway_svc.batches.lines import (
     result_of,
     unsent,
 )
-from gateway_svc.batches.store import LEASE_S, Json, beside
 from gateway_svc.callers.caller import Caller, current_caller
 from gateway_svc.records.store import owner_of
 from svc_common.errors import NotFoundError, UnavailableError

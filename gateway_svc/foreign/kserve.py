@@ -18,7 +18,7 @@ from quire.foreign.kserve_pb2_grpc import GRPCInferenceServiceServicer
 from quire.v1 import inference_pb2
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.answer.request_meter import FAILED
+from gateway_svc.answer.open_streams import FAILED
 from gateway_svc.foreign.tensors import add_output, inputs_of
 from gateway_svc.http.errors import error_of_sample
 from gateway_svc.http.fields import COMPLETION

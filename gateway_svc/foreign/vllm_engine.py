@@ -20,7 +20,7 @@ from quire.foreign.vllm_engine_pb2_grpc import VllmEngineServicer
 from quire.v1 import inference_pb2
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.answer.request_meter import FAILED
+from gateway_svc.answer.open_streams import FAILED
 from gateway_svc.callers.caller import owner_name
 from gateway_svc.foreign.loads import GatewayLoad
 from gateway_svc.http.errors import error_of_sample

@@ -20,7 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway_svc.answer.request_meter import http_request_id
+from gateway_svc.answer.open_streams import http_request_id
 from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.callers.caller import CANCELLED, OK, annotate, current_caller, current_targets
 from gateway_svc.http.errors import BodyTooLargeError, MethodNotAllowedError, error_body_of, error_headers

@@ -21,8 +21,7 @@ from gateway_svc.batches.batches import Batches
 from gateway_svc.callers.caller import record_request_id
 from gateway_svc.http import openapi
 from gateway_svc.http.audio import AudioHandlers
-from gateway_svc.http.batches.anthropic import MessageBatchHandlers
-from gateway_svc.http.batches.openai import FILES, FileHandlers
+from gateway_svc.http.batches import FILES, FileHandlers, MessageBatchHandlers
 from gateway_svc.http.decisions import decision_routes
 from gateway_svc.http.json_text import encode
 from gateway_svc.http.messages.handlers import MessagesHandlers
@@ -67,7 +66,6 @@ class StatusHandlers:
         self._metrics_text = metrics_text
 
     def routes(self) -> list[Route]:
-        """All endpoints."""
         return [
             Route("/health", self.health, methods=["GET"]),
             Route("/ping", self.health, methods=["GET"]),
@@ -128,7 +126,6 @@ class Handlers:
         self._rollouts = RolloutHandlers(rollouts, admin, directory, servicer.generation.limits, self._read)
 
     def routes(self) -> list[Route]:
-        """All endpoints."""
         return [
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),

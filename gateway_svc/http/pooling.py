@@ -321,7 +321,6 @@ class PoolingHandlers:
         self._read = read
 
     def routes(self) -> list[Route]:
-        """All endpoints."""
         endpoints = {
             "/v1/embeddings": self.embeddings,
             "/v2/embed": self.cohere_embeddings,

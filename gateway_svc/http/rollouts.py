@@ -57,7 +57,6 @@ class RolloutHandlers:
         self._read = read
 
     def routes(self) -> list[Route]:
-        """All endpoints."""
         return [
             Route(f"/{prefix}{name}", getattr(self, name), methods=[method])
             for (method, prefix), names in ENDPOINTS.items()

@@ -39,7 +39,6 @@ def list_of(name: str, value: Any, items: str = "") -> list[Any]:
 
 
 def text_of(name: str, value: Any) -> str:
-    """A string."""
     if not isinstance(value, str):
         raise invalid(name, f"is {shown(value)}; must be a string")
     return value

@@ -199,7 +199,6 @@ class AdminServicer(AdminServiceServicer):
         return pb.SetRouteResponse()
 
     async def ListRoutes(self, request: pb.ListRoutesRequest, context: Context) -> pb.ListRoutesResponse:
-        """All routes."""
         return table_of(self._directory.routes.rows)
 
     async def Inspect(self, request: pb.InspectRequest, context: Context) -> pb.InspectResponse:

@@ -141,7 +141,6 @@ class Sessions:
             return None
 
     async def get(self, session_id: str) -> session_pb2.Session:
-        """A session."""
         async with self._admission.call():
             return await self._describe(await self._load(session_id), session_id)
 
@@ -157,7 +156,6 @@ class Sessions:
         ]
 
     async def delete(self, session_id: str) -> None:
-        """Delete a session."""
         async with self._admission.call():
             await self._records().delete((await self._load(session_id)).record_id)
 

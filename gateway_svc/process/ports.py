@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -42,7 +43,7 @@ from svc_common.memory import Intake, MemoryLimit
 from svc_common.observe.admin import AdminServer
 from svc_common.observe.inspection import Inspector
 from svc_common.observe.metrics import ServiceMetrics, make_registry
-from svc_common.security.tls import TlsFiles, certificate_files, server_credentials, ssl_context, tls_files
+from svc_common.security.tls import certificate_files, server_credentials, ssl_context, tls_files
 from svc_common.serve import GrpcServer
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ class Ports:
         self._authenticator = make_authenticator(args, limits.begin)
         self._audit = None if args.audit_log is None else AuditLog(args.audit_log, gateway_id)
         self._intake = Intake(MemoryLimit.of_flag(args.max_memory_bytes))
+        self._http: HttpServer | None = None
+        self._console: HttpServer | None = None
+        self._runner: BatchRunner | None = None
         # Calls of one client are bounded here so high that --max-streams refuses them before HTTP/2 does.
         num_calls = max(MIN_CONNECTION_CALLS, 2 * args.max_streams)
         self.server = GrpcServer(
@@ -109,15 +113,12 @@ class Ports:
         read = GatewayReader(
             streams.metrics, streams, directory, lambda: schedulers.dispatcher.num_moves, reader, self._audit
         )
-        self._admin = make_admin(args, server, read)
+        self._admin = self._make_admin(read)
         inspector = Inspector("gateway", self._gateway_id, args.shown_settings, self._admin.metrics_text)
         operations = AdminServicer(directory, inspector), RolloutServicer(directory)
-        make_app = make_http_apps(
-            args, servicer, directory, lane, server, self._admin, self._audit, self._intake, operations, batches
-        )
-        self._runner = make_runner(args, make_app, batches)
-        self._http = make_http(args, make_app, self._authenticator, self._tls)
-        self._console = make_console(args, make_app, self._authenticator, servicer, directory, server, self._tls)
+        make_app = self._http_apps(servicer, directory, lane, operations, batches)
+        if make_app is not None:
+            self._add_http(make_app, servicer, directory, batches)
         add_InferenceServiceServicer_to_server(servicer, server.grpc)
         add_SessionServiceServicer_to_server(SessionServicer(servicer.generation.sessions), server.grpc)
         is_open = is_public_for_operators(args)
@@ -154,105 +155,85 @@ class Ports:
         if self._runner is not None:
             await self._runner.close()
 
-
-def make_admin(args: argparse.Namespace, server: GrpcServer, read: GatewayReader) -> AdminServer:
-    """Metrics, liveness and readiness. Ready: at least one model can take requests."""
-    has_vllm = args.metrics_compat != "none"
-    specs = specs_for_picker() if args.metrics_compat == "inference-pool" else SPECS
-    metrics = ServiceMetrics("gateway", specs, read, server.rpc, has_vllm, certificate_files(args))
-    return AdminServer(
-        metrics_listen=args.metrics_listen,
-        health_listen=args.health_listen,
-        registry=make_registry(metrics),
-        is_alive=lambda: True,
-        is_ready=lambda: server.is_serving,
-    )
-
-
-def make_http_apps(
-    args: argparse.Namespace,
-    servicer: InferenceServicer,
-    directory: ModelDirectory,
-    lane: Lane,
-    server: GrpcServer,
-    admin: AdminServer,
-    audit: AuditLog | None,
-    intake: Intake,
-    operations: tuple[AdminServicer, RolloutServicer],
-    batches: Batches,
-) -> MakeApp | None:
-    """Makes the HTTP API for the callers of an authenticator; None if no port serves it. Its packages are imported
-    only if one does.
-    """
-    if args.http_listen == args.console_listen == config.OFF:
-        return None
-    from gateway_svc.http.app import HttpApp, SitePolicy, with_cors
-    from gateway_svc.http.handlers import Handlers, StatusHandlers
-
-    status = StatusHandlers(lambda: server.is_serving, servicer.generation.streams, admin.metrics_text)
-    handlers = Handlers(servicer, directory, lane, status, *operations, batches)
-    routes, operators, operator_paths = handlers.routes(), operators_over_http(args), handlers.operator_paths
-    traces = servicer.generation.traces
-
-    def make_app(authenticator: Authenticator | None) -> ASGIApp:
-        app = HttpApp(
-            routes,
-            authenticator=authenticator,
-            stats=server.rpc,
-            audit=audit,
-            on_headers=None if traces is None else traces.receive,
-            intake=intake,
-            operators=operators,
-            operator_paths=operator_paths,
-            streamed_paths=handlers.streamed_paths,
-            sites=SitePolicy(args.http_allow_host, args.http_allow_origin),
+    def _make_admin(self, read: GatewayReader) -> AdminServer:
+        """Metrics, liveness and readiness. Ready: at least one model can take requests."""
+        args, server = self._args, self.server
+        has_vllm = args.metrics_compat != "none"
+        specs = specs_for_picker() if args.metrics_compat == "inference-pool" else SPECS
+        metrics = ServiceMetrics("gateway", specs, read, server.rpc, has_vllm, certificate_files(args))
+        return AdminServer(
+            metrics_listen=args.metrics_listen,
+            health_listen=args.health_listen,
+            registry=make_registry(metrics),
+            is_alive=lambda: True,
+            is_ready=lambda: server.is_serving,
         )
-        return with_cors(app, args.http_allow_origin)
 
-    return make_app
+    def _http_apps(
+        self,
+        servicer: InferenceServicer,
+        directory: ModelDirectory,
+        lane: Lane,
+        operations: tuple[AdminServicer, RolloutServicer],
+        batches: Batches,
+    ) -> MakeApp | None:
+        """Makes the HTTP API for the callers of an authenticator; None if no port serves it. Its packages are imported
+        only if one does.
+        """
+        args, server, traces = self._args, self.server, servicer.generation.traces
+        if args.http_listen == args.console_listen == config.OFF:
+            return None
+        from gateway_svc.http.app import HttpApp, SitePolicy, with_cors
+        from gateway_svc.http.handlers import Handlers, StatusHandlers
 
+        status = StatusHandlers(lambda: server.is_serving, servicer.generation.streams, self._admin.metrics_text)
+        handlers = Handlers(servicer, directory, lane, status, *operations, batches)
+        routes, operators, operator_paths = handlers.routes(), operators_over_http(args), handlers.operator_paths
 
-def make_http(
-    args: argparse.Namespace, make_app: MakeApp | None, authenticator: Authenticator | None, tls: TlsFiles | None
-) -> HttpServer | None:
-    """The port of the HTTP API, if it is on. Raises TlsError."""
-    if make_app is None or args.http_listen == config.OFF:
-        return None
-    from gateway_svc.http.server import HttpServer
+        def make_app(authenticator: Authenticator | None) -> ASGIApp:
+            app = HttpApp(
+                routes,
+                authenticator=authenticator,
+                stats=server.rpc,
+                audit=self._audit,
+                on_headers=None if traces is None else traces.receive,
+                intake=self._intake,
+                operators=operators,
+                operator_paths=operator_paths,
+                streamed_paths=handlers.streamed_paths,
+                sites=SitePolicy(args.http_allow_host, args.http_allow_origin),
+            )
+            return with_cors(app, args.http_allow_origin)
 
-    context = None if tls is None else ssl_context(tls)
-    return HttpServer(make_app(authenticator), args.http_listen, max_connections=args.http_max_connections, tls=context)
+        return make_app
 
+    def _add_http(
+        self, make_app: MakeApp, servicer: InferenceServicer, directory: ModelDirectory, batches: Batches
+    ) -> None:
+        """The ports of the HTTP API and of the console, and the part that answers lines of batches, as far as they are
+        on. Raises CallersError, TlsError or TrustError.
+        """
+        from gateway_svc.http.app import SitePolicy
+        from gateway_svc.http.batches import send_line
+        from gateway_svc.http.console.app import ConsoleState, console_app
+        from gateway_svc.http.server import HttpServer
 
-def make_runner(args: argparse.Namespace, make_app: MakeApp | None, batches: Batches) -> BatchRunner | None:
-    """The part that answers lines of batches; None where it is off, or if this gateway keeps no batches."""
-    if make_app is None or not batches.are_kept or not args.batch_concurrency:
-        return None
-    from gateway_svc.http.batches.calls import send_line
+        args = self._args
+        if batches.are_kept and args.batch_concurrency:
+            self._runner = BatchRunner(batches, partial(send_line, make_app(None)), args.batch_concurrency)
+        if args.http_listen != config.OFF:
+            app = make_app(self._authenticator)
+            self._http = HttpServer(
+                app, args.http_listen, max_connections=args.http_max_connections, tls=self._context()
+            )
+        if args.console_listen != config.OFF:
+            operators = operators_of(args, "--console-listen", args.console_listen)
+            # Where clients need no keys, the playground needs one of operators: the port must not serve strangers.
+            playground, sites = make_app(self._authenticator or operators), SitePolicy(args.http_allow_host)
+            state = ConsoleState(servicer.full_status, directory, self.server.rpc.errors)
+            app = console_app(playground, state, operators, self.server.rpc, sites)
+            self._console = HttpServer(app, args.console_listen, max_connections=MAX_OPERATORS, tls=self._context())
 
-    return BatchRunner(batches, partial(send_line, make_app(None)), args.batch_concurrency)
-
-
-def make_console(
-    args: argparse.Namespace,
-    make_app: MakeApp | None,
-    authenticator: Authenticator | None,
-    servicer: InferenceServicer,
-    directory: ModelDirectory,
-    server: GrpcServer,
-    tls: TlsFiles | None,
-) -> HttpServer | None:
-    """The port of the console, if it is on. Raises CallersError, TlsError or TrustError."""
-    if make_app is None or args.console_listen == config.OFF:
-        return None
-    from gateway_svc.http.app import SitePolicy
-    from gateway_svc.http.console.app import ConsoleState, console_app
-    from gateway_svc.http.server import HttpServer
-
-    operators = operators_of(args, "--console-listen", args.console_listen)
-    context = None if tls is None else ssl_context(tls)
-    # Where clients need no keys, the playground needs one of operators: the port must not serve strangers.
-    sites = SitePolicy(args.http_allow_host)
-    state = ConsoleState(servicer.full_status, directory, server.rpc.errors)
-    app = console_app(make_app(authenticator or operators), state, operators, server.rpc, sites)
-    return HttpServer(app, args.console_listen, max_connections=MAX_OPERATORS, tls=context)
+    def _context(self) -> ssl.SSLContext | None:
+        """The TLS context of one server, which changes it."""
+        return None if self._tls is None else ssl_context(self._tls)

@@ -31,7 +31,6 @@ class FieldErrors:
 
 
 def invalid(field: str, words: str) -> InvalidRequestError:
-    """The error for an invalid field."""
     return InvalidRequestError(f"{field} {words}", field=field)
 
 

@@ -50,7 +50,7 @@ class ServedModel:
     info: types.ModelInfo
     text: ModelText
     parsers: ParserNames = field(default=DETECTED)
-    # Results of gateway_svc/request/parameters.py, which adds and removes them.
+    # Results of gateway_svc/request/validation.py, which adds and removes them.
     parameters: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     adapter: types.AdapterInfo | None = None  # requests for it name it instead of the model

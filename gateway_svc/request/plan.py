@@ -11,17 +11,17 @@ from quire.internal.v1 import inputs_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.request import encoder, thinking
+from gateway_svc.request import encoder
 from gateway_svc.request.encoder import EncoderPlan
 from gateway_svc.request.field_errors import FieldErrors, check_token_ids, invalid
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.parameters import Replay, ResumePlan, SamplingPlan, new_request, sampling_plan
 from gateway_svc.request.prompts.reader import PromptInput
 from gateway_svc.request.public_prefixes import num_public_tokens
 from gateway_svc.request.resume import resume_plan
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
 from gateway_svc.request.threads import Lane
-from gateway_svc.request.tools import AnswerPlan, answer_grammar, answer_plan, tag_grammar
+from gateway_svc.request.tools import AnswerPlan, answer_grammar, answer_plan, set_budget, tag_grammar
+from gateway_svc.request.validation import Replay, ResumePlan, SamplingPlan, new_request, sampling_plan
 from gateway_svc.text.detokenizer import SampleText
 from gateway_svc.text.stop_strings import StoppedText, StopStrings
 from request_fields.parameters import Grammar, GrammarKind
@@ -166,7 +166,7 @@ def plan_generation(
     asks_budget = request.sampling.HasField("thinking_token_budget") or request.sampling.thinking_end_ids
     may_think = request.prompt.HasField("chat") or asks_budget
     if may_think and replay is None and is_plain:
-        thinking.set_budget(request, model, prompt.tools, ids, max_tokens)
+        set_budget(request, model, prompt.tools, ids, max_tokens)
     sampling = sampling_plan(request, model, max_tokens, grammar, drawn_seed=drawn_seed)
     continues = request.HasField("continuation") or replay is not None or sampling.params.best_of > 0
     column, num_public = array("I", ids), 0

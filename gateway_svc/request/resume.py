@@ -11,7 +11,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.request.field_errors import check_token_ids, invalid
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.parameters import NO_OUTPUT, BestOf, Replay, ResumePlan, SamplingPlan
+from gateway_svc.request.validation import NO_OUTPUT, BestOf, Replay, ResumePlan, SamplingPlan
 
 MAX_CONTINUATION_IDS = 1 << 20  # number of output ids of all samples together
 

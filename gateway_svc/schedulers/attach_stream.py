@@ -15,7 +15,6 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.columns import ProtocolError, u32_from_bytes
 from gateway_svc.schedulers.logprobs import entries_from_columns
-from gateway_svc.schedulers.replicas import REQUEST_TOKENS
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from svc_common.channels import MAX_MESSAGE_BYTES
 from svc_common.errors import InvalidRequestError, ServiceError, error_from_code
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Load of a request in addition to its prompt: it takes a row in every step and blocks for its output.
+REQUEST_TOKENS = 32
 AttachCall = grpc.aio.StreamStreamCall[pb.AttachRequest, pb.AttachResponse]
 
 HANDSHAKE_TIMEOUT_S = 10.0

@@ -66,8 +66,7 @@ from quire.v1 import inference_pb2 as public
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.request.models import BundleCache, ServedModel, describe_model, size_limits_of
-from gateway_svc.schedulers.attach_stream import AttachStream
-from gateway_svc.schedulers.replicas import REQUEST_TOKENS
+from gateway_svc.schedulers.attach_stream import REQUEST_TOKENS, AttachStream
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from gateway_svc.text.bundle import BundleError
 from gateway_svc.text.chat_output import DETECTED, ParserNames

@@ -49,7 +49,6 @@ class GemmaValues:
             raise GrammarError(f"{where}: a chain of references is too long") from None
 
     def _rule(self, schema: Any, where: str) -> str:
-        """The rule of a value."""
         if schema is True or schema == {}:
             return self._any_value()
         if not isinstance(schema, dict):

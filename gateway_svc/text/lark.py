@@ -189,7 +189,6 @@ class _Formats:
         self._lark, self._num_tags = lark, 0
 
     def rule(self, where: str, value: Any) -> str:
-        """The rule of one format."""
         kind = _object(where, value).get("type")
         if not isinstance(kind, str) or kind not in FORMATS:
             raise GrammarError(f"{where}.type is {kind!r:.40}; must be one of {', '.join(FORMATS)}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_cli.commands.key import digest_line
+from quire_cli.commands.setup import digest_line
 from quire_client import Client
 from quire_client.demo import demo_model_dir
 from selenium.webdriver.common.by import By

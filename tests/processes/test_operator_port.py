@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from quire_cli.commands.key import digest_line
+from quire_cli.commands.setup import digest_line
 from quire_client import Client, QuireError, Status
 
 from tests.processes.ports import free_port

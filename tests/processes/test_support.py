@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from quire_cli import main
-from quire_cli.commands.key import digest_line
+from quire_cli.commands.setup import digest_line
 from quire_client import Client, QuireError
 from quire_client.demo import demo_model_dir
 

@@ -14,7 +14,7 @@ import pytest
 import quire_cli as cli
 import trustme
 from quire_client import Client, ConnectionFailed, InvalidRequest, Tls, Unauthenticated
-from quire_client.connection.tls import resolve_tls
+from quire_client.connection.channel import resolve_tls
 
 from gateway_svc.flags import make_parser
 from svc_common.security.tls import TlsError, server_credentials, tls_files

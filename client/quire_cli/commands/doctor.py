@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire_client.connection.channel import TARGET_ENV, resolve_targets
-from quire_client.connection.tls import Tls
+from quire_client.connection.channel import TARGET_ENV, Tls, resolve_targets
 from quire_client.errors import ConnectionFailed, QuireError, Unauthenticated
 from quire_client.sync import Client
 

@@ -11,7 +11,7 @@ from quire_client.types import ModelInfo, SchedulerStatus, Status, WorkerStatus
 
 from quire_cli.commands.top_screen import RateMeter, Rates, seconds_text
 from quire_cli.connection import connect
-from quire_cli.output import complain, count, read_stdin, table, to_json, write
+from quire_cli.output import complain, count, read_stdin, show, table, to_json, write
 
 WATCH_INTERVAL_S = 1.0
 OPERATORS_ONLY = (
@@ -24,13 +24,9 @@ CLEAR_SCREEN = "\x1b[H\x1b[2J"
 def models(args: argparse.Namespace) -> int:
     with connect(args) as client:
         found = client.models(timeout_s=args.timeout_s)
-    if args.json:
-        print(to_json({"models": found}))
-    elif found:
-        print(table(("model", "workers", "max length", "vocabulary", "dtype", "determinism"), map(_model_row, found)))
-    else:
-        print("no model yet: no worker has registered. `quire status` shows the schedulers.")
-    return 0
+    headers = ("model", "workers", "max length", "vocabulary", "dtype", "determinism")
+    none = "no model yet: no worker has registered. `quire status` shows the schedulers."
+    return show(args, {"models": found}, table(headers, map(_model_row, found)) if found else none)
 
 
 def status(args: argparse.Namespace) -> int:
@@ -67,11 +63,8 @@ def abort(args: argparse.Namespace) -> int:
 def drain(args: argparse.Namespace) -> int:
     with connect(args) as client:
         num_moved = client.drain_worker(args.worker, model=args.model, timeout_s=args.drain_timeout_s)
-    if args.json:
-        print(to_json({"worker": args.worker, "num_moved": num_moved}))
-    else:
-        print(f"{args.worker} is draining: {count(num_moved, 'sequence')} moved")
-    return 0
+    words = f"{args.worker} is draining: {count(num_moved, 'sequence')} moved"
+    return show(args, {"worker": args.worker, "num_moved": num_moved}, words)
 
 
 def tokenize(args: argparse.Namespace) -> int:
@@ -82,10 +75,8 @@ def tokenize(args: argparse.Namespace) -> int:
     with connect(args) as client:
         prompt, messages = (None, text) if args.chat else (text, None)
         result = client.tokenize(prompt, messages=messages, model=args.model, timeout_s=args.timeout_s)
-    if args.json:
-        print(to_json(result))
-    else:
-        print(",".join(map(str, result.token_ids)))
+    show(args, result, ",".join(map(str, result.token_ids)))
+    if not args.json:
         print(f"[{count(len(result.token_ids), 'token')}; max_model_len is {result.max_model_len}]", file=sys.stderr)
     return 0
 

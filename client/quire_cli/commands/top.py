@@ -47,7 +47,6 @@ class Watch:
         return self._status.is_summary
 
     def next(self) -> View:
-        """The next view."""
         try:
             self._take(self._client.status(timeout_s=self._timeout_s))
         except QuireError as error:

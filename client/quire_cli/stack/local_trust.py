@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from quire_client.connection.tls import Tls
+from quire_client.connection.channel import Tls
 
 from quire_cli.installation import SERVICES
 from quire_cli.stack.supervisor import ServiceSpec

@@ -21,8 +21,7 @@ from typing import IO, Any
 
 import grpc
 import grpc.aio
-from quire_client.connection.channel import HEALTH_METHOD, health_request, health_state, open_channel
-from quire_client.connection.tls import Tls
+from quire_client.connection.channel import HEALTH_METHOD, Tls, health_request, health_state, open_channel
 
 # Linux sends SIGTERM to the child when its parent dies (PR_SET_PDEATHSIG = 1); the setting survives exec.
 LAUNCHER = """\

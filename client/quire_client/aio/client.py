@@ -17,15 +17,12 @@ from quire_client import convert
 from quire_client.aio.session import AsyncSession
 from quire_client.aio.stream import AsyncCalls, AsyncGenerateStream
 from quire_client.aio.transport import Gateway, channel_openers
-from quire_client.connection.channel import Metadata, call_metadata, extra_metadata, health_request, health_state
-from quire_client.connection.tls import Tls
+from quire_client.connection.channel import Metadata, Tls, call_metadata, extra_metadata, health_request, health_state
 from quire_client.errors import ModelNotFound, QuireError
 from quire_client.inputs import Question
 from quire_client.requests import generate as requests
-from quire_client.requests import pooled as pooled_requests
 from quire_client.requests.chat import ChatOptions, Messages
-from quire_client.requests.generate import GenerateOptions
-from quire_client.requests.pooled import EmbedInput, EmbedOptions, ScoreOptions
+from quire_client.requests.generate import EmbedInput, EmbedOptions, GenerateOptions, ScoreOptions
 from quire_client.retry import ResumePolicy, RetryPolicy, abort_timeout_s, policy_of_call
 from quire_client.structured import schema_of, with_parsed
 from quire_client.types import (
@@ -261,7 +258,7 @@ class AsyncClient:
         **options: Unpack[EmbedOptions],
     ) -> EmbedResult:
         """Embeddings of one text, or of a list of texts, token ids and conversations."""
-        request = pooled_requests.embed_request(inputs, model or self._model, options)
+        request = requests.embed_request(inputs, model or self._model, options)
         response = await self.unary(lambda gateway: gateway.stub.Embed, request, timeout_s)
         return convert.embed_result(response)
 
@@ -275,7 +272,7 @@ class AsyncClient:
         **options: Unpack[ScoreOptions],
     ) -> ScoreResult:
         """How well each document matches the query."""
-        request = pooled_requests.score_request(query, documents, model or self._model, options)
+        request = requests.score_request(query, documents, model or self._model, options)
         response = await self.unary(lambda gateway: gateway.stub.Score, request, timeout_s)
         return convert.result(ScoreResult, response)
 
@@ -286,7 +283,7 @@ class AsyncClient:
         given: dict[str, Any] = {"model": self._model, "metadata": self._defaults.get("metadata"), **options}
         timeout_s = given.pop("timeout_s", self._unary_timeout_s)
         metadata = extra_metadata(given.pop("metadata"))
-        request = pooled_requests.decide_request(requests.generate_request(None, None, messages, given), questions)
+        request = requests.decide_request(requests.generate_request(None, None, messages, given), questions)
         response = await self._calls.unary(lambda gateway: gateway.stub.Decide, request, timeout_s, metadata)
         return convert.result(DecideResult, response)
 

@@ -17,7 +17,6 @@ from quire.v1 import inference_pb2 as pb
 from quire_client.aio.transport import AsyncGateways, BoundedEvent, Call, Gateway, in_thread, read_event, sleep
 from quire_client.assembly import assembler_of
 from quire_client.connection.channel import Metadata
-from quire_client.connection.watch import AsyncStallWatch
 from quire_client.errors import (
     AlreadyExists,
     Cancelled,
@@ -31,6 +30,7 @@ from quire_client.errors import (
 from quire_client.retry import (
     CONNECT_RETRY,
     RETRY_TAKEN_S,
+    AsyncStallWatch,
     Deadline,
     ResumePolicy,
     Resumption,

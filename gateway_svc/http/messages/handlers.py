@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway_svc.answer.request_meter import FAILED
+from gateway_svc.answer.open_streams import FAILED
 from gateway_svc.callers.caller import record_request_id
 from gateway_svc.http.errors import error_of_sample, message_error
 from gateway_svc.http.json_text import named_event
@@ -166,7 +166,6 @@ class MessagesHandlers:
         self._read = read
 
     def routes(self) -> list[Route]:
-        """All endpoints."""
         return [
             Route("/v1/messages", self.create_message, methods=["POST"]),
             Route("/v1/messages/count_tokens", self.count_message_tokens, methods=["POST"]),

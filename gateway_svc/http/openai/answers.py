@@ -12,8 +12,8 @@ from msgspec import Raw
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
+from gateway_svc.answer.open_streams import FAILED, REASONS
 from gateway_svc.answer.receipts import span_values
-from gateway_svc.answer.request_meter import FAILED, REASONS
 from gateway_svc.http.errors import error_body, error_of_sample
 from gateway_svc.http.json_text import encode, encode_text, encoded_list, joined_lists, sse
 from gateway_svc.http.openai.bodies import Generation

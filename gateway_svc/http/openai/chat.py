@@ -193,7 +193,6 @@ class MessageBuilder:
         return bool(self._calls)
 
     def add(self, parts: Iterable[pb.AnswerPart]) -> None:
-        """Add new parts."""
         for part in parts:
             if part.HasField("content"):
                 self._content.append(part.content)

@@ -124,7 +124,6 @@ class _OutputItem:
         return joined_lists(self.logprobs) if self.logprobs else []
 
     def shown(self, status: str, *, is_empty: bool = False) -> Json:
-        """The item as JSON."""
         head: Json = {"id": self.id, "type": self.part.kind, "status": status}
         if self.part.kind in KINDS:
             text = "" if is_empty else self.text
@@ -171,7 +170,6 @@ class ResponseEvents:
         return [*events, self._event("response.in_progress", response=self.response())]
 
     def add(self, parts: Iterable[OutputPart]) -> list[Event]:
-        """The events for new output."""
         events: list[Event] = []
         for part in parts:
             if part.item >= len(self._items):

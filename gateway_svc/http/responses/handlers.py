@@ -49,7 +49,6 @@ class ResponsesHandlers:
         self._runs: dict[str, ResponseRun] = {}
 
     def routes(self) -> list[Route]:
-        """All endpoints."""
         one = "/v1/responses/{response_id}"
         return [
             Route("/v1/responses", self.create_response, methods=["POST"]),

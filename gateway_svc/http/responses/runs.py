@@ -13,7 +13,7 @@ from typing import Any
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.answer.request_meter import FAILED
+from gateway_svc.answer.open_streams import FAILED
 from gateway_svc.http.errors import error_of_sample
 from gateway_svc.http.json_text import joined_lists
 from gateway_svc.http.openai.logprobs import ChatLogprobs, positions

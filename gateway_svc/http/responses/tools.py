@@ -287,7 +287,6 @@ class InputReader:
         self._is_over = False
 
     def read(self, text: str, *, is_last: bool = False) -> str:
-        """The new text of the input."""
         if self._pending is not None:
             self._pending += text
         else:

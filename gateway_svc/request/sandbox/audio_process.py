@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import av
 import numpy as np
 
-from gateway_svc.request.sandbox.child import answer_messages, limit_process
+from gateway_svc.request.sandbox.child import answer_messages
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -116,13 +116,7 @@ def _load_modules() -> None:
     part_ends(decoded(file.getvalue(), 16000, 1 << 20), 16000, 400)
 
 
-def main() -> None:
-    """Answer messages until stdin ends."""
+if __name__ == "__main__":
     av.logging.set_level(av.logging.PANIC)
     _load_modules()
-    limit_process(MAX_MEMORY_BYTES)
-    answer_messages(answer)
-
-
-if __name__ == "__main__":
-    main()
+    answer_messages(answer, MAX_MEMORY_BYTES)

@@ -108,8 +108,9 @@ def _limit(kind: int, most: int) -> None:
     resource.setrlimit(kind, (most, most))
 
 
-def answer_messages(answer: Answer) -> None:
-    """Answer messages until stdin ends."""
+def answer_messages(answer: Answer, memory_bytes: int) -> None:
+    """Answer messages until stdin ends, under the limits of the whole process."""
+    limit_process(memory_bytes)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the gateway, which ends this process
     # A traceback may contain a text of the request, so only the type is printed.
     sys.excepthook = lambda kind, error, traceback: print(f"a sandbox process failed: {kind.__name__}", file=sys.stderr)

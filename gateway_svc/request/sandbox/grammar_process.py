@@ -17,18 +17,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from gateway_svc.request.sandbox.child import answer_messages, limit_process
+from gateway_svc.request.sandbox.child import answer_messages
 from grammars.compiler import DeadPatternError, GrammarCompiler, UnsupportedTokenizerError, located_error, normalized
 from grammars.schemas import GrammarError
 from request_fields.parameters import GrammarKind
 
 MAX_MEMORY_BYTES = 4 << 30  # limit of the address space; a process that needs more ends
-
-
-def main() -> None:
-    """Answer messages until stdin ends."""
-    limit_process(MAX_MEMORY_BYTES)
-    answer_messages(partial(_answer, {}))
 
 
 def _answer(compilers: dict[str, GrammarCompiler], request: dict[str, Any]) -> dict[str, Any]:
@@ -58,4 +52,4 @@ def _error_answer(error: str, schemas: Sequence[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    answer_messages(partial(_answer, {}), MAX_MEMORY_BYTES)

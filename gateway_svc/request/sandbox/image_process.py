@@ -21,7 +21,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from gateway_svc.request.sandbox.child import answer_messages, limit_process
+from gateway_svc.request.sandbox.child import answer_messages
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -168,12 +168,6 @@ def _load_modules() -> None:
         _prepared(processor, encoded.getvalue(), 64**2)
 
 
-def main() -> None:
-    """Answer messages until stdin ends."""
-    _load_modules()
-    limit_process(MAX_MEMORY_BYTES)
-    answer_messages(Preparer().answer)
-
-
 if __name__ == "__main__":
-    main()
+    _load_modules()
+    answer_messages(Preparer().answer, MAX_MEMORY_BYTES)

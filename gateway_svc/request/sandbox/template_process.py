@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway_svc.request.sandbox.child import answer_messages, limit_process
+from gateway_svc.request.sandbox.child import answer_messages
 from gateway_svc.text.chat import ChatTemplate, ChatTemplateError
 
 MAX_MEMORY_BYTES = 512 << 20  # limit of the address space; more is a MemoryError in the template
@@ -56,12 +56,6 @@ def _load_modules() -> None:
             continue
 
 
-def main() -> None:
-    """Answer messages until stdin ends."""
-    _load_modules()
-    limit_process(MAX_MEMORY_BYTES)
-    answer_messages(Templates().answer)
-
-
 if __name__ == "__main__":
-    main()
+    _load_modules()
+    answer_messages(Templates().answer, MAX_MEMORY_BYTES)

@@ -31,7 +31,6 @@ class GemmaCalls:
     quote: str
 
     def read(self, reader: AnswerReader, tools: Mapping[str, Mapping[str, Any]]) -> Steps:
-        """Read an answer."""
         while (yield from reader.write_until(ItemKind.CONTENT, (self.start,))):
             at = (yield from reader.space_end()) + len(self.start)
             head = yield from read_head(reader, at, "call:{name}")

@@ -64,7 +64,6 @@ class JsonCalls:
         return self.block[1].strip()
 
     def read(self, reader: AnswerReader, tools: Schemas) -> Steps:
-        """Read an answer."""
         if self.is_bare:
             yield from self.read_block(reader, 0, tools.__contains__)
         while self.start and (yield from reader.write_until(ItemKind.CONTENT, (self.start,))):

@@ -41,7 +41,6 @@ class PythonCalls:
         return self.block[0].strip()
 
     def read(self, reader: AnswerReader, tools: Schemas) -> Steps:
-        """Read an answer."""
         if self.is_bare:
             yield from self._read_block(reader, 0, tools, tools.__contains__)
             return

@@ -35,7 +35,6 @@ class XmlCalls:
     has_many: bool = False  # a block holds all calls of an answer
 
     def read(self, reader: AnswerReader, tools: Schemas) -> Steps:
-        """Read an answer."""
         start, call = self.block[0].strip(), self.function[0].partition("{name}")[0]
         while marker := (yield from reader.write_until(ItemKind.CONTENT, (start, call) if call else (start,))):
             at = yield from reader.space_end()

@@ -18,7 +18,6 @@ from unittest.mock import patch
 
 import numpy as np
 import quire_client.aio.stream
-import quire_client.connection.watch
 import quire_client.retry
 import redis.asyncio
 from quire.internal.v1 import worker_pb2
@@ -487,7 +486,7 @@ class World:
         with ExitStack() as stack:
             redis_client = RedisClient(self.redis)
             stack.enter_context(patch.object(redis.asyncio.Redis, "from_pool", lambda *_: redis_client))
-            sdk = (quire_client.aio.stream, quire_client.retry, quire_client.connection.watch)
+            sdk = (quire_client.aio.stream, quire_client.retry, quire_client.retry)
             for module in (worker_svc.steps.executor, *sdk):
                 stack.enter_context(patch.object(module, "time", clock))
             yield

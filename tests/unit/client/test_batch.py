@@ -6,8 +6,7 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 import quire_cli as cli
-from quire_batch.command import Progress, progress_of
-from quire_batch.http import parse_servers
+from quire_batch.command import Progress, parse_servers, progress_of
 from quire_client.errors import InvalidRequest
 
 from tests.http_thread import HttpThread

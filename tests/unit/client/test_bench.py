@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 from quire_bench import datasets
-from quire_bench.backend import BackendError
+from quire_bench.backend import BackendError, arrival_times
 from quire_bench.datasets import DatasetConversation, DatasetError, Lengths, Turn
-from quire_bench.driver import arrival_times
 from quire_bench.figures import Record, parse_slo, percentile, report_text, spread, summarize, summary_fields
 from quire_bench.openai_backend import api_root, as_text
 from quire_bench.plot import PlotError, axis_steps, check_plot_path, make_panels, nice_ceiling, to_html

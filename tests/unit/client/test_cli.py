@@ -196,7 +196,7 @@ def test_ctrl_c_stops_the_answer_only(gateway, capsys, monkeypatch):
             raise KeyboardInterrupt
         return stream.result()
 
-    monkeypatch.setattr("quire_cli.commands.chat.show_stream", interrupt_first)
+    monkeypatch.setattr("quire_cli.commands.generate.show_stream", interrupt_first)
     code, out, _ = run(capsys, "chat")
     assert (code, "(stopped)" in out, len(gateway.requests)) == (0, True, 2)
     assert len(gateway.requests[1].prompt.chat.messages) == 1

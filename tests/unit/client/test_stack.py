@@ -14,8 +14,8 @@ import time
 import pytest
 import quire_cli as cli
 from quire_cli import arguments
+from quire_cli.commands import stacks, up
 from quire_cli.stack import plan as plans
-from quire_cli.stack import reporters, running
 from quire_cli.stack import supervisor as stack
 from quire_cli.stack.local_trust import LocalTrust
 from quire_cli.stack.supervisor import ServiceSpec, Stack, StartFailedError
@@ -592,14 +592,14 @@ def test_a_full_disk_is_named_by_its_flag(model, tmp_path, monkeypatch):
 
 def test_a_stack_is_listed_while_its_process_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert running.running() == []
-    entry = running.RunningStack(
+    assert stacks.running() == []
+    entry = stacks.RunningStack(
         state="starting", model="m", target="a:1", http=["http://a:2/v1"], log_dir=str(tmp_path)
     )
-    assert not running.is_serving(os.getpid())
+    assert not stacks.is_serving(os.getpid())
     entry.update(state="serving")
-    assert running.is_serving(os.getpid())
-    (facts,) = running.running()
+    assert stacks.is_serving(os.getpid())
+    (facts,) = stacks.running()
     assert (facts["pid"], facts["model"]) == (os.getpid(), "m")
     assert cli.main(["ps"]) == 0
     assert f"{os.getpid()}  m      serving  a:1" in capsys.readouterr().out
@@ -609,25 +609,25 @@ def test_a_stack_is_listed_while_its_process_runs(tmp_path, monkeypatch, capsys)
     assert cli.main(["stop", "other"]) == 1
     assert f"no single stack is other; running: {os.getpid()} (m)" in capsys.readouterr().err
     entry.close()
-    assert running.running() == []
+    assert stacks.running() == []
 
 
 def test_the_entry_of_a_killed_process_is_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    running.folder().mkdir(parents=True)
-    left = running.folder() / "1.json"
+    stacks.folder().mkdir(parents=True)
+    left = stacks.folder() / "1.json"
     left.write_text('{"pid": 1}')
-    assert running.running() == []
+    assert stacks.running() == []
     assert not left.exists()
 
 
 def test_a_stack_runs_without_a_folder_for_its_entry(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    entry = running.RunningStack(state="starting")
+    entry = stacks.RunningStack(state="starting")
     entry.update(state="serving")
     entry.close()
-    assert running.running() == []
+    assert stacks.running() == []
 
 
 # Text output
@@ -657,7 +657,7 @@ def output_of(capsys, tmp_path):
 
 
 def test_text_of_every_event(output_of):
-    out = output_of(reporters.TextReporter())
+    out = output_of(up.TextReporter())
     lines = [line.split() for line in out.splitlines()]
     assert ["worker-0", "loading", "weights:", "30", "%"] in lines
     assert ["worker-0", "loading", "weights:", "40", "%"] not in lines
@@ -674,7 +674,7 @@ def test_text_of_every_event(output_of):
 def test_clients_with_keys_are_not_shown_the_calls_of_operators(tmp_path, capsys):
     trust = LocalTrust({"gateway": ("--api-keys", "keys")})
     made = plans.Plan((), "127.0.0.1:50051", "demo", (), tmp_path, trust=trust)
-    reporters.TextReporter().serving(made, {})
+    up.TextReporter().serving(made, {})
     out = capsys.readouterr().out
     assert "--api-key KEY" in out
     assert "quire status" not in out
@@ -682,5 +682,5 @@ def test_clients_with_keys_are_not_shown_the_calls_of_operators(tmp_path, capsys
 
 def test_a_terminal_gets_a_progress_line(output_of, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    out = output_of(reporters.TextReporter())
+    out = output_of(up.TextReporter())
     assert "\r\x1b[Kloading weights: worker-0 40 %" in out

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway_svc.batches import runner as runners
-from gateway_svc.batches.batches import OPEN, Batches, BatchLimits, sweep
+from gateway_svc.batches.batches import OPEN, Batches, BatchLimits, BatchStore, sweep
 from gateway_svc.batches.folder_shelf import FolderShelf
 from gateway_svc.batches.lines import (
     BATCH,
@@ -29,7 +29,6 @@ from gateway_svc.batches.lines import (
     request_of,
 )
 from gateway_svc.batches.runner import BatchRunner
-from gateway_svc.batches.store import BatchStore
 from gateway_svc.callers.caller import Caller, current_caller
 from gateway_svc.records.cipher import AesCipher
 from svc_common.errors import InvalidRequestError, NotFoundError, OverloadedError

@@ -20,8 +20,7 @@ from gateway_svc.request.field_errors import FieldErrors
 from gateway_svc.request.models import ServedModel, read_bundle
 from gateway_svc.request.sandbox import grammar_checker
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker
-from gateway_svc.request.sandbox.pool import SandboxPool
-from gateway_svc.request.sandbox.process import SandboxProcess
+from gateway_svc.request.sandbox.pool import SandboxPool, SandboxProcess
 from request_fields.parameters import GrammarKind, grammar_of
 from svc_common.errors import InvalidRequestError, OverloadedError
 from tests.unit.gateway.fakes import make_info, until

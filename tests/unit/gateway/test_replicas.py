@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from gateway_svc.schedulers.replicas import TIE_TOKENS, Replica, choose_replica
+from gateway_svc.schedulers.dispatcher import TIE_TOKENS, Replica, choose_replica
 
 
 def replica(name: str, load: int = 0, workers: int = 1, cached: int = 0) -> Replica:

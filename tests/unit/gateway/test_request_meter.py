@@ -8,7 +8,7 @@ import logging
 import pytest
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.answer.request_meter import GatewayMetrics, ModelTimes, RequestMeter
+from gateway_svc.answer.open_streams import GatewayMetrics, ModelTimes, RequestMeter
 from svc_common.errors import UnavailableError
 
 
@@ -44,7 +44,7 @@ def test_tokens_that_arrive_together_share_the_time(clock: Clock) -> None:
 
 
 async def test_every_request_ends_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="gateway_svc.answer.request_meter")
+    caplog.set_level(logging.INFO, logger="gateway_svc.answer.open_streams")
     metrics = GatewayMetrics()
 
     async def serve(request_id: str, reason: types.FinishReason.ValueType | None, error: BaseException | None) -> None:

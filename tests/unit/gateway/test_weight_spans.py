@@ -13,7 +13,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer import receipts
 from gateway_svc.answer.receipts import SampleProof
-from gateway_svc.request.parameters import Replay, ResumePlan
+from gateway_svc.request.validation import Replay, ResumePlan
 from gateway_svc.schedulers.scheduler_request import SampleJournal
 
 
