@@ -1,13 +1,10 @@
 """Tile sizes of attention, as a table. Autotuning needs a GPU, cannot run in a graph capture, and differs between GPUs.
 
-`python -m bench.gpu.aot` prints registers and shared memory of each on sm_90. $QUIRE_ATTENTION_TILES
-sets other sizes.
+`python -m bench.gpu.aot` prints registers and shared memory of each on sm_90.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,27 +14,12 @@ from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.gpu.kernels.attention import AttentionTiles, group_lines
 from worker_svc.engine.gpu.kernels.work_list import MOST_OF_ROW, Splits
 
-TILES_VARIABLE = "QUIRE_ATTENTION_TILES"
-
-
-def measured(use: str, tiles: AttentionTiles) -> AttentionTiles:
-    """These tiles with the fields that $QUIRE_ATTENTION_TILES has for this use. Raises ValueError for other values."""
-    text = os.environ.get(TILES_VARIABLE, "{}")
-    try:
-        return replace(tiles, **json.loads(text).get(use, {}))
-    except (ValueError, TypeError, AttributeError) as error:
-        example = json.dumps({"decode": {"num_stages": 4}})
-        raise ValueError(f"{TILES_VARIABLE} must be JSON such as {example}, got {text!r}: {error}") from error
-
-
 # Keys are addressed through the block table, whose load takes a pipeline stage of its own. With 5 stages, the loop
 # waits for loads that it issued two tiles earlier; with 3, for those that it has just issued (`aot` reports the waits).
 # One query per row: bound by memory, so many small programs.
-DECODE_TILES = measured(
-    "decode", AttentionTiles(block_m=16, block_n=32, min_split=64, num_warps=2, num_stages=7, one_loop=True)
-)
+DECODE_TILES = AttentionTiles(block_m=16, block_n=32, min_split=64, num_warps=2, num_stages=7, one_loop=True)
 # Chunks of prompts: bound by tensor cores.
-PREFILL_TILES = measured("prefill", AttentionTiles(block_m=128, block_n=64, min_split=0, num_warps=8, num_stages=5))
+PREFILL_TILES = AttentionTiles(block_m=128, block_n=64, min_split=0, num_warps=8, num_stages=5)
 # Exact mode: the same instructions for one query and for a prompt, keys in one order. Always the same, because they
 # affect the bits of results.
 EXACT_TILES = AttentionTiles(
