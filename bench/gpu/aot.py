@@ -27,7 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bench.gpu.weight_variants import Variant, weight_variants
+from bench.gpu.weight_variants import Variant, linear_variant, weight_variants
 from worker_svc.engine.backend import HeadShape
 from worker_svc.engine.gpu.attention.tiles import DECODE_TILES, EXACT_TILES, PREFILL_TILES, Processors, for_heads
 from worker_svc.engine.gpu.kernels import (
@@ -39,7 +39,6 @@ from worker_svc.engine.gpu.kernels import (
 )
 from worker_svc.engine.gpu.kernels.launch import FIRST_ARCHITECTURE
 from worker_svc.engine.gpu.kernels.linears import linear
-from worker_svc.engine.gpu.kernels.linears.linear import LinearTile
 from worker_svc.engine.gpu.kernels.sampler import banned, candidates, filters, process, sample
 
 
@@ -119,10 +118,10 @@ def variants(processors: Processors = HOPPER.processors) -> Iterator[Variant]:
         yield Variant(f"norm{name}", norm.norm_kernel, f"{t} {t} {t} {t} {t} fp32", constants, 2)
     constants = {"BLOCK": activation.BLOCK, "KIND": activation.GATED.index("relu2")}
     yield Variant("relu2", activation.gated_activation_kernel, f"{t} {t} i32", constants)
-    yield _linear("linear bias=False", t, linear.TILE)
+    yield linear_variant("linear bias=False", (t, t), t, linear.TILE)
     for _, tile in linear.TILES:
         if (tile.rows, tile.columns) in LINEAR_TILES:
-            yield _linear(f"linear {tile.rows}x{tile.columns}", t, tile)
+            yield linear_variant(f"linear {tile.rows}x{tile.columns}", (t, t), t, tile)
     yield from weight_variants(t)
     yield Variant("output_positions", drafts.output_positions_kernel, f"{i} {i} {i} {i} i32 {i} i32", {"BLOCK": 128})
     constants = {"MOST": 8, "HISTORY": drafts.HISTORY}
@@ -141,12 +140,6 @@ def variants(processors: Processors = HOPPER.processors) -> Iterator[Variant]:
 
 
 LINEAR_TILES = ((128, 128), (64, 32), (16, 16))
-
-
-def _linear(name: str, t: str, tile: LinearTile) -> Variant:
-    constants = {"BIAS": False, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
-    types = f"{t} {t} {t} {t} i32 i32 i32 i32"
-    return Variant(name, linear.linear_kernel, types, constants, tile.num_warps, tile.num_stages, ("N", "K"))
 
 
 def _heads(shape: HeadShape) -> dict[str, int]:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker_svc.engine.gpu.kernels import norm, route
-from worker_svc.engine.gpu.kernels.linears import expert_linear, int4_linear, int8_linear, low_rank, scaled_linear
+from worker_svc.engine.gpu.kernels.linears import expert_linear, int4_linear, linear, low_rank, scaled_linear
+from worker_svc.engine.gpu.kernels.linears.linear import Tile
 
 VALUES = "*fp8e4nv"
+MULTIPLIED = "N", "K"
 NUM_EXPERTS, TOP_K = 128, 8  # experts of Qwen3-30B-A3B
 
 
@@ -27,6 +29,16 @@ class Variant:
     divisible: tuple[str, ...] = ()  # arguments that are multiples of 16 in every model
 
 
+def linear_variant(name: str, numbers: tuple[str, str], t: str, tile: Tile, **constants: Any) -> Variant:
+    """The linear layer of numbers and scales of these pointer types, with outputs of type `t`."""
+    constants = {
+        "SCALED": False, "GROUP": 0, "BIAS": False, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.depth, **constants,
+    }  # fmt: skip
+    types = f"{' '.join(numbers * 2)} {t} {t} i32 i32 i32 i32 i32"
+    return Variant(name, linear.linear_kernel, types, constants, tile.num_warps, tile.num_stages, MULTIPLIED)
+
+
 def weight_variants(t: str) -> Iterator[Variant]:
     """The variants for inputs of pointer type `t`."""
     constants: dict[str, Any] = {
@@ -35,27 +47,18 @@ def weight_variants(t: str) -> Iterator[Variant]:
     }  # fmt: skip
     types = f"{t} {t} {t} {t} {VALUES} *fp32 fp32"
     yield Variant("fp8 norm 5120 group 128", norm.norm_rows_kernel, types, constants, 8)
-    tile, multiplied = scaled_linear.EXACT, ("N", "K")
-    constants = {"BIAS": False, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": scaled_linear.WIDEST_K}
-    yield Variant(
-        "fp8 linear exact group 128", scaled_linear.scaled_linear_kernel,
-        f"{VALUES} *fp32 {VALUES} *fp32 {t} {t} i32 i32 i32 i32 i32", constants | {"GROUP": 128},
-        tile.num_warps, tile.num_stages, multiplied,
-    )  # fmt: skip
-    tile = scaled_linear.FEW_ROWS
-    constants |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
-    types = f"*i8 *fp32 *i8 *fp32 {t} {t} i32 i32 i32 i32"
-    kernel = int8_linear.int8_linear_kernel
-    yield Variant("int8 linear few rows", kernel, types, constants, tile.num_warps, tile.num_stages, multiplied)
+    eight = (VALUES, "*fp32"), ("*i8", "*fp32")
+    yield linear_variant("fp8 linear exact group 128", eight[0], t, scaled_linear.EXACT, SCALED=True, GROUP=128)
+    yield linear_variant("int8 linear few rows", eight[1], t, scaled_linear.FEW_ROWS, SCALED=True)
     four = int4_linear.EXACT
     constants = {"GROUP": int4_linear.DEPTH, "BIAS": False, "BLOCK_M": four.rows, "BLOCK_N": four.columns}
     yield Variant(
         f"int4 linear exact group {int4_linear.DEPTH}", int4_linear.int4_linear_kernel,
-        f"{t} *i32 {t} {t} {t} i32 i32 i32", constants, four.num_warps, four.num_stages, multiplied,
+        f"{t} *i32 {t} {t} {t} i32 i32 i32", constants, four.num_warps, four.num_stages, MULTIPLIED,
     )  # fmt: skip
     constants = {"GROUP": int4_linear.DEPTH, "BLOCK_N": int4_linear.WIDENED_OUTPUTS}
     types = f"*i32 {t} {t} i32 i32"
-    yield Variant("int4 widen", int4_linear.widen_kernel, types, constants, divisible=multiplied)
+    yield Variant("int4 widen", int4_linear.widen_kernel, types, constants, divisible=MULTIPLIED)
     yield from _expert_variants(t)
     yield from _adapter_variants(t)
 

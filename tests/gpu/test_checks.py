@@ -133,7 +133,7 @@ def names(faults):
 
 
 ONE_WRONG_ELEMENT = [
-    (layers.linear_cases, EXACT, linear, "total.to(", "tl.where((row == 64) & (column == 3), 0.0, total).to("),
+    (layers.linear_cases, EXACT, linear, "total.to(out", "tl.where((row == 64) & (column == 3), 0.0, total).to(out"),
     (layers.linear_cases, BIASED, linear, "mask=column < N, other=0.0).to(", "mask=column < N - 1, other=0.0).to("),
     (
         layers.norm_cases, EXACT, norm, "to(tl.float32) * weight",
@@ -172,9 +172,9 @@ ONE_WRONG_ELEMENT = [
         weights.fp8_cases, EXACT, norm, "round_e4m3(groups * inverse[:, None])",
         "round_e4m3(groups * inverse[:, None] * tl.where(tl.arange(0, BLOCK // GROUPS) == 71, 0.5, 1.0)[None, :])",
     ),
-    (weights.fp8_cases, FP8, scaled_linear, "if BIAS:", "total = tl.where(column == 131, 0.0, total)\n    if BIAS:"),
+    (weights.fp8_cases, FP8, linear, "if BIAS:", "total = tl.where(column == 131, 0.0, total)\n    if BIAS:"),
     (weights.int8_cases, EXACT, int8_linear, "- 12582912.0", "- tl.where(column == 71, 12582911.0, 12582912.0)"),
-    (weights.int8_cases, EXACT, int8_linear, "if BIAS:", "result = tl.where(column == 131, 0.0, result)\n    if BIAS:"),
+    (weights.int8_cases, EXACT, linear, "if BIAS:", "total = tl.where(column == 131, 0.0, total)\n    if BIAS:"),
     (weights.int4_cases, EXACT, int4_linear, "if BIAS:", "total = tl.where(column == 79, 0.0, total)\n    if BIAS:"),
     (weights.int4_cases, FP8, int4_linear, "weight.to(out_ptr", "(weight * (tile < 2)).to(out_ptr"),
     (weights.int4_cases, EXACT, int4_linear, "(words >> 20) & 15", "(words >> 20) & 7"),
@@ -243,7 +243,7 @@ def test_one_wrong_element_fails(plant_mutant, cases, setup, module, old, new):
 FACTOR = "(1 + 1e-6 * tl.num_programs(0))"
 ONE_OF_MANY = [
     (layers.linear_cases, linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
-    (weights.fp8_cases, scaled_linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
+    (weights.fp8_cases, linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
     (weights.int4_cases, int4_linear, "if BIAS:", "total *= 1 + 1e-7 * M\n    if BIAS:"),
     (layers.norm_cases, norm, "/ N + eps)", f"/ N * {FACTOR} + eps)"),
     (experts.expert_cases, expert_linear, "total += term *", f"total += {FACTOR} * term *"),

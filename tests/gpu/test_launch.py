@@ -19,7 +19,7 @@ from worker_svc.engine.gpu import kernels
 from worker_svc.engine.gpu.kernels import launch
 
 OF_LAYERS = {
-    "norm_kernel", "linear_kernel", "scaled_linear_kernel", "quantize_rows_kernel", "rope_store_kernel",
+    "norm_kernel", "linear_kernel", "quantize_rows_kernel", "rope_store_kernel",
     "paged_attention_kernel", "gated_activation_kernel", "activation_kernel", "soft_cap_kernel",
     "norm_rows_kernel", "int4_linear_kernel", "widen_kernel", "route_kernel", "count_kernel", "group_kernel",
     "expert_linear_kernel",

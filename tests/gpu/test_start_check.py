@@ -146,7 +146,7 @@ def test_a_kernel_that_fails_ends_the_start_if_triton_is_required(folder, monkey
 
 @pytest.mark.deep
 def test_a_kernel_that_does_not_run_is_replaced(folder, monkeypatch, caplog):
-    monkeypatch.setattr(scaled_linear, "scaled_linear_kernel", None)
+    monkeypatch.setattr(scaled_linear, "launch", None)
     assert load(folder, quantize="fp8", determinism="exact").info.numerics.endswith("torch for scaled_linear")
     assert "scaled_linear failed in the start-up check" in caplog.text
 

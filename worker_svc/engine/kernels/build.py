@@ -60,7 +60,7 @@ def load_kernels() -> ctypes.CDLL:
     if not library.quire_verify_matrices():
         logger.warning("BFMMLA is not used: this processor rounds it in another way than Arm specifies")
         return _load_fastest(NO_MATRICES)
-    return declare(library)
+    return library
 
 
 def load_kernels_of(path: CpuPath, sources: tuple[Path, ...] | None = None) -> ctypes.CDLL:
@@ -70,7 +70,7 @@ def load_kernels_of(path: CpuPath, sources: tuple[Path, ...] | None = None) -> c
         raise KernelBuildError(f"the system does not permit AMX to this process ({os.strerror(error)})")
     if not library.quire_verify_matrices():
         raise KernelBuildError("this processor rounds BFMMLA in another way than Arm specifies")
-    return declare(library)
+    return library
 
 
 def _load_fastest(*added: str) -> ctypes.CDLL:

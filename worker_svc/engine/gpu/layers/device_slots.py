@@ -13,9 +13,9 @@ import torch
 
 from worker_svc.engine.backend import SITES
 from worker_svc.engine.gpu.kernels.forms import kernel
+from worker_svc.engine.gpu.kernels.linears.linear import Tile
 from worker_svc.engine.gpu.kernels.linears.low_rank import (
     LINE,
-    LowRankShape,
     SiteOutputs,
     SlotBuffers,
     add_low_rank,
@@ -105,6 +105,6 @@ class DeviceSlots:
         """The slot of a placed adapter."""
         return self._slot_of[digest]
 
-    def shape_for(self, num_tokens: int) -> LowRankShape:
+    def shape_for(self, num_tokens: int) -> Tile:
         """The tiles of a step with this number of tokens."""
         return shape_for(num_tokens, self.shapes.dtype, self._device, is_exact=self._is_exact)

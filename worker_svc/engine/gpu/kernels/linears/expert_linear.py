@@ -13,27 +13,18 @@ import torch
 from worker_svc.engine.gpu.kernels.activation import GATED, gated_of
 from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
+from worker_svc.engine.gpu.kernels.linears.linear import Tile
 from worker_svc.engine.gpu.kernels.linears.scaled_linear import WIDEST_K, ScaledRows, depth_for
 from worker_svc.engine.gpu.kernels.route import ExpertTiles, Routes
 
 COLUMNS = 1024  # of a token that a program adds up
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertShape:
-    """The tile of a program. One with gates has half the columns, because it multiplies by two weights."""
-
-    rows: int
-    columns: int
-    depth: int  # inputs
-    num_warps: int
-    num_stages: int
-
-
-EXACT = ExpertShape(64, 128, 64, 4, 4)  # for every number of tokens
-FEW_ROWS = ExpertShape(16, 128, 64, 4, 4)  # the tensor cores' smallest tile: decode steps are limited by the weights
-MANY_ROWS = ExpertShape(128, 128, 64, 8, 3)
-WIDE_NUMBERS = ExpertShape(64, 64, 32, 8, 2)  # float32 on a GPU: see tiles.py
+# A tile with gates has half the columns, because it multiplies by two weights.
+EXACT = Tile(64, 128, 64)  # for every number of tokens
+FEW_ROWS = Tile(16, 128, 64)  # the tensor cores' smallest tile: decode steps are limited by the weights
+MANY_ROWS = Tile(128, 128, 64, num_warps=8, num_stages=3)
+WIDE_NUMBERS = Tile(64, 64, 32, num_warps=8, num_stages=2)  # float32 on a GPU: see tiles.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +131,7 @@ def add_experts_kernel(
     tl.store(out_ptr + row * N + column, total.to(out_ptr.dtype.element_ty), mask=is_in)
 
 
-def shape_for(
-    num_pairs: int, num_experts: int, dtype: torch.dtype, device: torch.device, *, is_exact: bool
-) -> ExpertShape:
+def shape_for(num_pairs: int, num_experts: int, dtype: torch.dtype, device: torch.device, *, is_exact: bool) -> Tile:
     """By the number of pairs that an expert has on average; in exact mode one shape serves all."""
     if dtype is torch.float32 and device.type == "cuda":
         return WIDE_NUMBERS
@@ -152,7 +141,7 @@ def shape_for(
     return next((shape for shape in (FEW_ROWS, EXACT) if pairs <= shape.rows), MANY_ROWS)
 
 
-def columns_of(shape: ExpertShape, *, is_gated: bool) -> int:
+def columns_of(shape: Tile, *, is_gated: bool) -> int:
     """Outputs of a tile."""
     return shape.columns // 2 if is_gated else shape.columns
 
@@ -161,7 +150,7 @@ def expert_linear(
     x: torch.Tensor | ScaledRows,
     weights: ExpertWeights,
     tiles: ExpertTiles,
-    shape: ExpertShape,
+    shape: Tile,
     dtype: torch.dtype,
     activation: str | None,
 ) -> torch.Tensor:

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
-from worker_svc.engine.gpu.kernels.linears.linear import torch_linear
-from worker_svc.engine.gpu.kernels.linears.scaled_linear import Tile
+from worker_svc.engine.gpu.kernels.linears.linear import Tile, torch_linear
 
 DEPTH = 128  # inputs whose words are neighbours: the innermost tiles of torch's kernel, 8 of 16 inputs
 OUTPUTS = 8  # of a tile of torch's kernel
@@ -43,8 +42,8 @@ class Int4Weight:
         return self.words.shape[0] * OUTPUTS, self.words.shape[1] * DEPTH
 
 
-EXACT = Tile(64, 64, 4, 3)  # for every number of rows
-FEW_ROWS = Tile(16, 64, 4, 3)
+EXACT = Tile(64, 64, DEPTH, num_stages=3)  # for every number of rows
+FEW_ROWS = Tile(16, 64, DEPTH, num_stages=3)
 WIDENED_OUTPUTS = 32  # of a program that writes a weight in a float type
 
 

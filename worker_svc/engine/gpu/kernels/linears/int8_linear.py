@@ -10,8 +10,9 @@ import torch
 
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.language import tl, triton
-from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent, early_bytes, prefetch_rows
-from worker_svc.engine.gpu.kernels.linears.scaled_linear import WIDEST, WIDEST_K, tile_for
+from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
+from worker_svc.engine.gpu.kernels.linears.linear import launch
+from worker_svc.engine.gpu.kernels.linears.scaled_linear import WIDEST, tile_for
 from worker_svc.engine.kernels.torch_linear import INT8_SMALLEST, Int8Rows, int8_steps
 
 
@@ -36,35 +37,6 @@ def int8_rows_kernel(x_ptr, steps_ptr, scale_ptr, K, BLOCK: tl.constexpr, SMALLE
         tl.store(steps_ptr + row * K + column, step.to(tl.int8), mask=column < K)
     # A row with NaN or infinity fails
     tl.store(scale_ptr + row, tl.where(tl.sum(num_bad, 0) > 0, float("nan"), tl.div_rn(largest, 127.0)))
-
-
-@triton.jit(do_not_specialize=["M", "most_bytes"])
-def int8_linear_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, M, N, K, most_bytes,
-    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        prefetch_rows(weight_ptr, K, N, most_bytes, BLOCK_N)
-    if PDL:
-        after_predecessor()
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    k = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + row.to(tl.int64) * K + k[None, :]
-    weight_ptrs = weight_ptr + column.to(tl.int64) * K + k[:, None]
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-    for start in range(0, K, BLOCK_K):
-        x = tl.load(x_ptrs, mask=(row < M) & (start + k[None, :] < K), other=0)
-        weight = tl.load(weight_ptrs, mask=(column < N) & (start + k[:, None] < K), other=0)
-        total = tl.dot(x, weight, total, out_dtype=tl.int32)
-        x_ptrs += BLOCK_K
-        weight_ptrs += BLOCK_K
-    x_scale = tl.load(x_scale_ptr + row, mask=row < M, other=0.0)
-    result = total.to(tl.float32) * (x_scale * tl.load(scale_ptr + column, mask=column < N, other=0.0))
-    if BIAS:
-        result += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)
-    target = out_ptr + row.to(tl.int64) * N + column
-    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=(row < M) & (column < N))
 
 
 def torch_int8_rows(x: torch.Tensor) -> Int8Rows:
@@ -99,16 +71,7 @@ def torch_int8_linear(rows: Int8Rows, weight: Int8Rows, bias: torch.Tensor | Non
 @kernel("int8_linear", torch_int8_linear)
 def int8_linear(rows: Int8Rows, weight: Int8Rows, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """rows [n, in] @ weight [out, in].T + bias in `dtype`."""
-    (n, in_size), out_size = rows.steps.shape, len(weight.steps)
-    out = torch.empty(n, out_size, dtype=dtype, device=rows.steps.device)
-    if n == 0:
-        return out
-    tile = tile_for(n, is_exact=False)
-    programs = triton.cdiv(out_size, tile.columns), triton.cdiv(n, tile.rows)
-    int8_linear_kernel[programs](
-        rows.steps, rows.scales, weight.steps, weight.scales, weight.scales if bias is None else bias, out,
-        n, out_size, in_size, early_bytes(weight.steps, programs[0]), BIAS=bias is not None,
-        BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=WIDEST_K, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, enable_fp_fusion=False, **dependent(),
-    )  # fmt: skip
+    out = torch.empty(len(rows.steps), len(weight.steps), dtype=dtype, device=rows.steps.device)
+    scales = rows.scales, weight.scales
+    launch(rows.steps, weight.steps, bias, out, tile_for(len(out), is_exact=False), scales, enable_fp_fusion=False)
     return out

@@ -20,6 +20,7 @@ import torch
 
 from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
+from worker_svc.engine.gpu.kernels.linears.linear import Tile
 from worker_svc.engine.gpu.kernels.route import ExpertTiles
 
 MAX_PARTS = 3  # of a fused layer: q, k, v
@@ -34,19 +35,9 @@ MAX_SPLITS = 8
 SPLIT_MULTIPLE = 128  # a multiple of every depth below
 
 
-@dataclass(frozen=True, slots=True)
-class LowRankShape:
-    """The tile of a program."""
-
-    rows: int
-    depth: int  # inputs
-    num_warps: int
-    num_stages: int
-
-
-EXACT = LowRankShape(64, 64, 4, 4)  # for every number of rows
-FEW_ROWS = LowRankShape(16, 128, 4, 4)  # the smallest tile of tensor cores: short steps are limited by the matrices
-WIDE_NUMBERS = LowRankShape(32, 32, 4, 2)  # float32 on a GPU: see tiles.py
+EXACT = Tile(64, BLOCK_R, 64)  # for every number of rows
+FEW_ROWS = Tile(16, BLOCK_R, 128)  # the smallest tile of tensor cores: short steps are limited by the matrices
+WIDE_NUMBERS = Tile(32, BLOCK_R, 32, num_stages=2)  # float32 on a GPU: see tiles.py
 FEW = 256  # rows up to which tiles are small
 
 
@@ -156,7 +147,7 @@ def expand_kernel(
     tl.store(target, (y.to(tl.float32) + total).to(y.dtype), mask=is_in)
 
 
-def shape_for(num_rows: int, dtype: torch.dtype, device: torch.device, *, is_exact: bool) -> LowRankShape:
+def shape_for(num_rows: int, dtype: torch.dtype, device: torch.device, *, is_exact: bool) -> Tile:
     """By the number of rows; in exact mode one shape serves all."""
     if dtype is torch.float32 and device.type == "cuda":
         return WIDE_NUMBERS
@@ -171,7 +162,7 @@ def splits_of(num_inputs: int) -> tuple[int, int]:
 
 
 def add_low_rank(
-    x: torch.Tensor, y: torch.Tensor, slots: SlotBuffers, site: SiteOutputs, tiles: ExpertTiles, shape: LowRankShape
+    x: torch.Tensor, y: torch.Tensor, slots: SlotBuffers, site: SiteOutputs, tiles: ExpertTiles, shape: Tile
 ) -> None:
     """y [n, out] += b(a(x)), x [n, in], with the adapters of the rows in `tiles`."""
     n, num_inputs = x.shape
@@ -182,7 +173,7 @@ def add_low_rank(
     blocks = triton.cdiv(site.max_rank, BLOCK_R) * num_splits
     shrink_kernel[(blocks, len(tiles.experts))](
         x, *of_tiles, sums, n, num_inputs, site.max_rank, capacity, site.index, num_sites, split_inputs,
-        LINE=LINE, ALIGNMENT=ALIGNMENT, BLOCK_M=shape.rows, BLOCK_R=BLOCK_R, BLOCK_K=shape.depth,
+        LINE=LINE, ALIGNMENT=ALIGNMENT, BLOCK_M=shape.rows, BLOCK_R=shape.columns, BLOCK_K=shape.depth,
         num_warps=shape.num_warps, num_stages=shape.num_stages, **dependent(),
     )  # fmt: skip
     outputs = (*site.parts, 0, 0)[:MAX_PARTS]

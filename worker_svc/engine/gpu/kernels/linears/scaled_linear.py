@@ -6,14 +6,15 @@ to all inputs, or to those of a block of a block-wise quantized checkpoint.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.fp8 import LARGEST, reference_widened, round_e4m3
 from worker_svc.engine.gpu.kernels.language import tl, triton
-from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent, early_bytes, prefetch_rows
+from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
+from worker_svc.engine.gpu.kernels.linears.linear import Tile, launch
 
 FP8 = torch.float8_e4m3fn
 SMALLEST = 1e-30  # groups up to this magnitude become 0, because the inverse of the scale overflows
@@ -84,58 +85,10 @@ def quantize_rows_kernel(
     tl.store(scale_ptr + row * NUM_GROUPS + group, scale, mask=group < NUM_GROUPS)
 
 
-@triton.jit(do_not_specialize=["M", "NUM_GROUPS", "most_bytes"])
-def scaled_linear_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, M, N, K, NUM_GROUPS, most_bytes,
-    GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """GROUP 0: one scale for all inputs."""
-    if PDL:
-        prefetch_rows(weight_ptr, K, N, most_bytes, BLOCK_N)
-    if PDL:
-        after_predecessor()
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    k = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + row.to(tl.int64) * K + k[None, :]
-    weight_ptrs = weight_ptr + column.to(tl.int64) * K + k[:, None]
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        x = tl.load(x_ptrs, mask=(row < M) & (start + k[None, :] < K), other=0.0)
-        weight = tl.load(weight_ptrs, mask=(column < N) & (start + k[:, None] < K), other=0.0)
-        if GROUP > 0:
-            group = start // GROUP
-            x_scale = tl.load(x_scale_ptr + row * NUM_GROUPS + group, mask=row < M, other=0.0)
-            scale = tl.load(scale_ptr + group * N + column, mask=column < N, other=0.0)
-            total += tl.dot(x, weight) * (x_scale * scale)
-        else:  # Hopper adds fp8 products in less than float32: pass its sums on after each tile
-            total = tl.dot(x, weight, total, max_num_imprecise_acc=BLOCK_K)
-        x_ptrs += BLOCK_K
-        weight_ptrs += BLOCK_K
-    if GROUP == 0:
-        x_scale = tl.load(x_scale_ptr + row, mask=row < M, other=0.0)
-        total *= x_scale * tl.load(scale_ptr + column, mask=column < N, other=0.0)
-    if BIAS:
-        total += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)
-    target = out_ptr + row.to(tl.int64) * N + column
-    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(row < M) & (column < N))
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """The tile of outputs of a program."""
-
-    rows: int
-    columns: int
-    num_warps: int
-    num_stages: int
-
-
-EXACT = Tile(64, 128, 4, 4)  # for every number of rows
-FEW_ROWS = Tile(64, 64, 4, 4)  # more programs, which read the weight at the same time
-MANY_ROWS = Tile(128, 128, 8, 3)
 WIDEST_K = 128
+EXACT = Tile(64, 128, WIDEST_K)  # for every number of rows
+FEW_ROWS = Tile(64, 64, WIDEST_K)  # more programs, which read the weight at the same time
+MANY_ROWS = Tile(128, 128, WIDEST_K, num_warps=8, num_stages=3)
 
 
 def tile_for(num_rows: int, *, is_exact: bool) -> Tile:
@@ -194,19 +147,10 @@ def scaled_linear(
     rows: ScaledRows, weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype, *, is_exact: bool
 ) -> torch.Tensor:
     """rows [n, in] @ weight [out, in].T + bias in `dtype`. With `is_exact`, one tile serves every number of rows."""
-    (n, in_size), out_size = rows.steps.shape, len(weight.steps)
-    out = torch.empty(n, out_size, dtype=dtype, device=rows.steps.device)
-    if n == 0:
-        return out
-    tile = tile_for(n, is_exact=is_exact)
-    programs = triton.cdiv(out_size, tile.columns), triton.cdiv(n, tile.rows)
-    scaled_linear_kernel[programs](
-        rows.steps, rows.scales, weight.steps, weight.scales, weight.scales if bias is None else bias, out,
-        n, out_size, in_size, len(weight.scales), early_bytes(weight.steps, programs[0]),
-        GROUP=weight.group if weight.is_grouped else 0, BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
-        BLOCK_K=depth_for(weight.group) if weight.is_grouped else WIDEST_K,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent(),
-    )  # fmt: skip
+    out = torch.empty(len(rows.steps), len(weight.steps), dtype=dtype, device=rows.steps.device)
+    tile, group = tile_for(len(out), is_exact=is_exact), weight.group if weight.is_grouped else 0
+    tile = replace(tile, depth=depth_for(group)) if group else tile
+    launch(rows.steps, weight.steps, bias, out, tile, (rows.scales, weight.scales), group)
     return out
 
 
