@@ -30,6 +30,9 @@ GRAMMAR_FIELDS = frozenset(
 )  # at most one may be set
 MAX_MARKER_IDS = 16  # token ids of a marker of reasoning
 MAX_THINKING_LAST_IDS = 256
+MAX_DRAFT_IDS = 1 << 16  # tokens of an old answer
+MAX_DRAFT_BYTES = 256 << 10
+DRAFT_FIELDS = "draft_of", "draft_token_ids", "draft_text"  # at most one may be set
 MAX_PATTERN_SIZE = 128  # tokens; with MAX_PATTERN_COUNT it bounds the time of a check, which each token has
 MAX_PATTERN_COUNT = 32
 MAX_LOGPROBS = 128  # upper limit of --max-logprobs: a step's log probabilities must fit in one message
@@ -99,6 +102,7 @@ class BodyForm(Enum):
     SIGNED = "A negative number is taken modulo 2^64."  # OpenAI's seed has a sign
     ONE_OR_LIST = "A string or a list of strings."
     OBJECT_OR_TEXT = "A JSON object or its text."
+    TEXT_OR_PREDICTION = "A string or OpenAI's object of type `content`."
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,6 +466,21 @@ FIELDS = (
     Field(
         "session_sample", Kind.UINT32, "With session_id: the sample whose output is continued.",
         Side.GATEWAY, default=0, http=None,
+    ),
+    Field(
+        "draft_of", Kind.STRING,
+        "Id of an earlier request with a record: a response, a session or a resumable request. Its output is proposed "
+        "as drafts (docs/speculation.md); the tokens are those without it. NOT_FOUND if the caller has no such record.",
+        Side.GATEWAY, default="", max_bytes=64, has_flag=True,
+    ),
+    Field(
+        "draft_token_ids", Kind.TOKEN_IDS, "An old answer, in place of draft_of.",
+        Side.GATEWAY | Side.WORKER, Resume.STATELESS, max_items=MAX_DRAFT_IDS,
+    ),
+    Field(
+        "draft_text", Kind.STRING, "The text of an old answer, in place of draft_of.",
+        Side.GATEWAY, default="", max_bytes=MAX_DRAFT_BYTES,
+        http=Http(alias="prediction", form=BodyForm.TEXT_OR_PREDICTION),
     ),
     Field(
         "adapter", Kind.STRING, "Name of a LoRA adapter of the model (docs/adapters.md). Empty: none, or the adapter "

@@ -92,6 +92,7 @@ class RowOpen:
     snapshot: int | None = None  # slot of a state after the computed tokens, of a model with recurrent layers
     group_tables: tuple[U32, ...] = ()  # block tables in the cache groups after the first one
     speculates: bool = True  # the worker may compute drafts of the row
+    draft_token_ids: U32 = field(default_factory=_empty)  # an old answer, which the output may repeat; empty for a fork
 
     @property
     def computes_encoder(self) -> bool:

@@ -198,6 +198,7 @@ def _row_open(field: str, message: worker_pb2.RowOpen) -> RowOpen:
         snapshot=message.snapshot if message.HasField("snapshot") else None,
         group_tables=tuple(u32_from_bytes(table, f"{field}.group_tables") for table in message.group_tables),
         speculates=message.sampling.speculative or not message.sampling.HasField("speculative"),
+        draft_token_ids=u32_from_bytes(message.draft_token_ids, f"{field}.draft_token_ids"),
     )
 
 

@@ -73,6 +73,10 @@ OWN_TESTS: Mapping[str, str] = {
     "GenerateRequest.joins_events": FIELDS + "test_joined_events_are_fewer_messages",
     "GenerateRequest.receipt": "tests/processes/test_receipts.py::test_honest_receipts_are_confirmed",
     "GenerateRequest.resumable": FIELDS + "test_a_resumable_request_has_a_record",
+    **{
+        f"GenerateRequest.draft_{name}": "tests/processes/test_old_answers.py::test_each_kind_of_draft_changes_no_token"
+        for name in ("of", "token_ids", "text")
+    },
     "SamplingParams.speculative": SPECULATION + "test_answers_are_those_without_drafts_also_after_a_kill",
     "SchedulingParams.priority": FIELDS + "test_priority_and_tenant_order_the_queue",
     "SchedulingParams.conversation": SESSIONS + "test_blocks_of_conversations_outlive_those_of_single_prompts",

@@ -14,6 +14,7 @@ import random
 import signal
 import ssl
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.parse
@@ -27,6 +28,8 @@ from quire_cli.output import complain, count, to_json
 from quire_client.connection.channel import Tls, api_key_of
 from quire_client.errors import ConnectionFailed, InvalidRequest, Overloaded, QuireError, Unauthenticated
 from quire_client.retry import RetryPolicy
+
+from quire_batch.drafts import BatchFileError, write_with_drafts
 
 RETRYABLE = (408, 429, 502, 503, 504)
 RETRY = RetryPolicy(max_attempts=1_000_000, initial_s=0.2, max_s=10.0)  # the time limit ends the attempts
@@ -174,10 +177,6 @@ BAR_WIDTH = 24
 ENDED = ("completed", "failed", "cancelled", "expired")
 
 
-class BatchFileError(Exception):
-    """An input or output file cannot be used. The message has the file and the reason."""
-
-
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0 if all answers are 200; 1 if requests are unanswered; 2 for a bad file; 3 if answers are errors."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -206,7 +205,9 @@ def _run(args: argparse.Namespace, source: Path, output: Path, note: Path) -> in
     if not note.exists():
         if args.cancel:
             raise BatchFileError(f"{note} does not exist: no batch of this output is open")
-        note.write_text(_started(api, source, output, args.window))
+        with tempfile.TemporaryDirectory() as folder:
+            sent = write_with_drafts(source, Path(args.drafts), Path(folder)) if args.drafts else source
+            note.write_text(_started(api, sent, output, args.window))
     batch_id = note.read_text().strip()
     if args.cancel:
         api.post(f"/v1/batches/{batch_id}/cancel", {})

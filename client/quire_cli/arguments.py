@@ -301,6 +301,9 @@ COMMANDS = (
         arg("--base-url", metavar="URL,...",
             help="HTTP API of one or more gateways (default: $QUIRE_BASE_URL, else http://localhost:8000)"),
         arg("--window", default="24h", metavar="TIME", help="time after which the batch ends (default 24h; 90m, 2d)"),
+        arg("--drafts", metavar="OLD",
+            help="results of an earlier batch: the answers with the same custom_id are proposed as drafts, which makes "
+            "similar answers faster and changes none"),
         switch("--detach", "start the batch and do not wait for its end"),
         switch("--cancel", "end the batch of this output, and write the answers so far"),
         arg("--retry-timeout-s", type=positive, default=60.0, metavar="S",

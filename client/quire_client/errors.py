@@ -214,7 +214,9 @@ def error_from_rpc(error: grpc.RpcError, request_id: str = "") -> QuireError:
     if retry_after_s is None:
         retry_after_s = _pushback_s(metadata.get(PUSHBACK_KEY))
     kind = BY_CODE.get(code, InternalError)
-    if kind is ModelNotFound and any(violation.field in ("request_id", "session_id") for violation in violations):
+    if kind is ModelNotFound and any(
+        violation.field in ("request_id", "session_id", "draft_of") for violation in violations
+    ):
         kind = RequestNotFound
     found = kind(
         renamed(message, OPTIONS),

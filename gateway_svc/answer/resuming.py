@@ -17,6 +17,7 @@ from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.request.validation import Replay
 from gateway_svc.schedulers.submitter import Submission
 from gateway_svc.schedulers.wire import continuation_from_outputs
+from request_fields.fields import DRAFT_FIELDS
 from svc_common.errors import NotFoundError, ServiceError
 from svc_common.tasks import cancel
 
@@ -65,6 +66,8 @@ def record_of(request: pb.GenerateRequest, plan: GenerationPlan, notes: bytes) -
     kept.sampling.CopyFrom(plan.sampling.params)
     kept.stop.CopyFrom(plan.sampling.stop)
     kept.continuation.Clear()
+    for name in DRAFT_FIELDS:
+        kept.ClearField(name)  # type: ignore[arg-type]
     kept.joins_events = False  # a property of the client, and another one may resume the request
     kept.continuation.revision = plan.model.revision
     ids = u32_to_bytes(plan.prompt.ids)

@@ -19,12 +19,23 @@ from request_fields.checks import check_value
 from request_fields.fields import BY_PATH, FIELDS, GRAMMAR_FIELDS, BodyForm, Field, FieldError, Kind
 from svc_common.errors import InvalidRequestError
 
+
+def _predicted(value: Any) -> Any:
+    """The text of OpenAI's `prediction`; other values unchanged."""
+    content = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else value
+    texts = [part.get("text") for part in content if isinstance(part, dict)]
+    return "".join(map(str, texts)) if len(texts) == len(content) and None not in texts else value
+
+
 CONVERSIONS: Mapping[BodyForm, Callable[[Any], Any]] = {  # to the value in the protocol; other values stay as they are
     BodyForm.PLAIN: lambda value: value,
     BodyForm.MINUS_1_IS_OFF: lambda value: 0 if value == -1 else value,
     BodyForm.SIGNED: lambda value: value + 2**64 if type(value) is int and -(2**63) <= value < 0 else value,
     BodyForm.ONE_OR_LIST: lambda value: [value] if isinstance(value, str) else value,
     BodyForm.OBJECT_OR_TEXT: lambda value: json.dumps(value) if isinstance(value, dict) else value,
+    BodyForm.TEXT_OR_PREDICTION: _predicted,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.v1 import inference_pb2 as pb
 
@@ -18,6 +18,7 @@ from gateway_svc.answer.session import SessionBase
 from gateway_svc.answer.stream import GenerationStream
 from gateway_svc.callers.caller import annotate, record_request_id, scoped
 from gateway_svc.pipeline.admission import CallAdmission
+from gateway_svc.pipeline.old_answers import OldAnswers
 from gateway_svc.pipeline.sessions import Sessions
 from gateway_svc.records.recorder import OutputRecorder, Recording
 from gateway_svc.request.field_errors import BYTES_PER_TOKEN, invalid
@@ -109,6 +110,7 @@ class GenerationPipeline:
         self._signer = signer
         self.shadows = shadows
         self.sessions = Sessions(admission, prompts, lambda: self.recorder.records)
+        self._old_answers = OldAnswers(self._lane, lambda: self.recorder.records)
 
     def generate(
         self,
@@ -158,6 +160,10 @@ class GenerationPipeline:
                 cache_salt=self._admission.cache_salt(request.scheduling),
                 replay=None if resumed is None else resumed.replay,
             )
+            former_id = "" if base is None else base.record.next_id
+            if former_id or request.draft_of or request.draft_token_ids or request.draft_text:
+                drafts = await self._old_answers.read(request, model, former_id)
+                plan = replace(plan, draft_token_ids=drafts)
             if prompt.inputs:
                 stream.add_inputs(prompt.inputs)
             answer = await self._lane.run(4 * sum(map(len, plan.resume.outputs)), GenerationStream, plan, self._signer)

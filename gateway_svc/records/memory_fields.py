@@ -159,6 +159,8 @@ class MemoryFields:
         ids = self._lists.setdefault(owner, {})
         ids.pop(instead_of, None)
         ids.pop(record_id, None)
+        if (base := self._find(instead_of)) is not None:
+            self._put(base, "next", record_id.encode())
         ids[record_id] = None
         for oldest in list(ids)[:-MAX_LISTED]:
             del ids[oldest]

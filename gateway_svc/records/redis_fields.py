@@ -159,12 +159,13 @@ end
 redis.call('HSET', KEYS[1], 'keep', pin > 0 and now + pin or 0)
 expire(ARGV[3])
 return 1"""
-# KEYS: list of an owner. ARGV: id, another id, largest number of ids, time to live in ms.
+# KEYS: list of an owner, another record. ARGV: id, id of the other record, largest number of ids, time to live in ms.
 ENLIST = f"""{NOW}
 redis.call('ZREM', KEYS[1], ARGV[2])
 redis.call('ZADD', KEYS[1], now, ARGV[1])
 redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -ARGV[3] - 1)
-redis.call('PEXPIRE', KEYS[1], ARGV[4])"""
+redis.call('PEXPIRE', KEYS[1], ARGV[4])
+if redis.call('EXISTS', KEYS[2]) == 1 then redis.call('HSET', KEYS[2], 'next', ARGV[1]) end"""
 
 
 class RedisFields:
@@ -273,9 +274,8 @@ class RedisFields:
         return None if ttl_ms < 0 else Lifetime(ttl_ms / 1000, kept_s)
 
     async def enlist(self, owner: str, record_id: str, instead_of: str) -> None:
-        call = self._redis.eval(
-            ENLIST, 1, self._lists + owner, record_id, instead_of, MAX_LISTED, int(LIST_TTL_S * 1000)
-        )
+        keys = self._lists + owner, self._key(instead_of)
+        call = self._redis.eval(ENLIST, 2, *keys, record_id, instead_of, MAX_LISTED, int(LIST_TTL_S * 1000))
         await self._call(call)
 
     async def listed(self, owner: str) -> list[str]:

@@ -6,6 +6,7 @@ if its gateway is killed. A record is deleted some time after its last write. It
     request          RequestRecord; of a copy, what differs from the shared record
     shared           id of the record whose content and output a copy begins with
     object           the finished answer of an API, if that API stores one
+    next             id of the newest record that continues it as a session
     o:<i>:<offset>   output token ids of sample i from this position on, little-endian uint32
     e:<i>            SampleEnd
 """
@@ -49,6 +50,7 @@ class StoredRecord:
     stored_object: bytes
     has_run: bool  # a run has a lease
     is_cut: bool = False  # a sample has ended, with more output than fits in the record
+    next_id: str = ""  # record of the last turn that continues it as a session
 
     @property
     def is_finished(self) -> bool:
@@ -152,7 +154,7 @@ class RecordFields(Protocol):
         """When each record ends; None for one that does not exist."""
 
     async def enlist(self, owner: str, record_id: str, instead_of: str) -> None:
-        """Put a record into the owner's list of sessions; another one leaves it."""
+        """Put a record into the owner's list of sessions; another one, which it continues, leaves it."""
 
     async def listed(self, owner: str) -> list[str]:
         """The ids in the owner's list, the newest first. Some may have ended."""
@@ -247,13 +249,13 @@ class RecordStore:
         if "request" not in found:
             return None
         own = dict(found)
-        shared_id = own.pop("shared", b"").decode()
+        shared_id, next_id = (own.pop(name, b"").decode() for name in ("shared", "next"))
         shared = (await self._fields.load(shared_id))[0] if shared_id else {}
         if shared_id and not shared:
             return None
         try:
             values = self._opened(shared_id, shared)
-            return self._read(record_id, values, self._opened(record_id, own), has_run)
+            return replace(self._read(record_id, values, self._opened(record_id, own), has_run), next_id=next_id)
         except (UnreadableValueError, DecodeError, ValueError) as error:
             log.error("record %s cannot be read: %s", record_id, error)
             return None

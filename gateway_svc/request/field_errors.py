@@ -61,16 +61,20 @@ def check_cost(shared: pb.GenerateRequest, prompts: Sequence[pb.Prompt]) -> None
     """
     sampling, output, num_prompts = shared.sampling, shared.output, len(prompts)
     num_samples = max(1, sampling.n, sampling.best_of, sampling.beam_width)
+    has_drafts = shared.draft_token_ids or shared.draft_text
+    num_draft_bytes = 4 * len(shared.draft_token_ids) + len(shared.draft_text) if has_drafts else 0
     num_logprobs = 1 + output.prompt_logprobs if output.HasField("prompt_logprobs") else 0
     costs = (
         num_prompts * PROMPT_COST + sum([_prompt_bytes(prompt) for prompt in prompts]),
         num_prompts * num_samples * SAMPLE_COST,
         num_prompts * sampling.ByteSize() * PARAMETER_COPIES,
+        num_prompts * num_draft_bytes * PARAMETER_COPIES,
         num_logprobs and num_logprobs * sum(map(_num_tokens, prompts)) * LOGPROB_COST,
     )
     if (total := sum(costs)) <= MAX_COST:
         return
-    fields = "prompt", _samples_field(sampling), _largest_field(sampling), "output.prompt_logprobs"
+    drafts = "draft_token_ids" if shared.draft_token_ids else "draft_text"
+    fields = "prompt", _samples_field(sampling), _largest_field(sampling), drafts, "output.prompt_logprobs"
     raise FieldError(
         fields[costs.index(max(costs))],
         f"makes this request too large: {num_prompts} prompts with {num_samples} samples each, {sampling.ByteSize()} "

@@ -68,6 +68,7 @@ class GenerationPlan:
     sampling: SamplingPlan
     output: OutputPlan
     resume: ResumePlan
+    draft_token_ids: bytes = b""  # u32[]: an old answer, which workers propose as drafts
 
     def new_texts(self, num_samples: int) -> list[SampleText | None]:
         """A text per sample; None if neither the client nor a stop string needs text."""

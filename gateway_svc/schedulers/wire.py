@@ -39,6 +39,7 @@ def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
         tenant_id=current_caller.get().owner or plan.scheduling.tenant_id,
         logprobs=0 if plan.output.logprobs is None and plan.resume.best_of is not None else plan.output.logprobs,
         prompt_logprobs=plan.output.prompt_logprobs,
+        draft_token_ids=plan.draft_token_ids,
     )
 
 

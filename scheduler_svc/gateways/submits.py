@@ -137,6 +137,7 @@ def _options(submit: scheduler_pb2.Submit, given: Parameters) -> worker_pb2.RowO
         bad_words_ids=submit.bad_words_ids,
         logprobs=submit.logprobs if submit.HasField("logprobs") else None,
         adapter=submit.adapter_digest,
+        draft_token_ids=submit.draft_token_ids,
     )
 
 

@@ -64,6 +64,7 @@ def _open_row(assignment: RowAssignment, batch: worker_pb2.StepBatch) -> None:
     message.num_candidates = assignment.num_candidates
     if assignment.fork_of_row is not None:
         message.fork_of_row = assignment.fork_of_row
+        message.ClearField("draft_token_ids")  # the worker has those of the parent
     if assignment.prompt_logprobs is not None:
         message.prompt_logprobs = assignment.prompt_logprobs
     if assignment.snapshot is not None:

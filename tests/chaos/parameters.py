@@ -99,7 +99,7 @@ NOT_DRAWN = {
     "determinism": "changes no token: a request is accepted or refused", "resumable": "changes no token",
     "receipt": "tests/processes/test_receipts.py checks receipts by computing the answers again",
     "num_forced_tokens": "needs requests whose prompt ends with the output of another (test_rollouts.py)",
-    "speculative": "changes no token",
+    **dict.fromkeys(("speculative", "draft_of", "draft_token_ids", "draft_text"), "changes no token"),
     **dict.fromkeys(
         ("thinking_start_ids", "thinking_end_ids", "thinking_last_ids", "thinking_repeats"),
         "of a request with thinking_token_budget; tests/processes/test_thinking.py kills a worker under it",

@@ -118,6 +118,8 @@ EFFECTS: Mapping[str, Effect] = {
     "include_stop_str_in_output": Effect(True, {"stop": ["o", "e", "a"]}),
     "skip_special_tokens": Effect(False, SPECIAL), "priority": Effect(1001, status=400),
     "cache_salt": Effect("a" * 129, status=400), "speculative": Effect("sometimes", status=400),
+    "draft_of": Effect("no-such-record", status=404), "draft_token_ids": Effect([-1], status=400),
+    "draft_text": Effect(5, status=400), "prediction": Effect({"type": "content", "content": 5}, status=400),
     "response_format": Effect({"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}),
     "structured_outputs": Effect({"choice": ["yes"]}), "guided_json": Effect(SCHEMA),
     "guided_json_object": Effect(True), "structural_tag": Effect({"format": {"type": "const_string", "value": "yes"}}),

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from prefix_index import hashing
 from prefix_index.hashing import FIRST_CONTENT_ID
 from request_fields.fields import RepetitionDetection
@@ -28,7 +30,7 @@ from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import StopCondition
 from step_protocol.types import BlockMovement, CacheGroup, WorkerRole
-from tests.sim.cluster import ADAPTERS, ROOT_SALT, Cluster
+from tests.sim.cluster import ADAPTERS, ROOT_SALT, Cluster, Request
 from tests.sim.inputs import NUM_CONTENTS, SALT_SHIFT, SimInput, without_salt
 from tests.sim.operators import Operators
 from tests.sim.symbolic_worker import NAN_SEED, SymbolicWorker
@@ -104,6 +106,9 @@ class Simulation:
         self._role_rng = Random(f"roles {seed}")
         self._has_roles = self._role_rng.random() < 0.3
         self._draft_rate = Random(f"drafts {seed}").choice((0.0, 0.3, 0.7, 1.0))
+        self._answer_rng = Random(f"old answers {seed}")
+        self._answer_rate = self._answer_rng.choice((0.0, 0.0, 0.7))
+        self._old_answers: dict[str, np.ndarray] = {}
         self._update_rng = Random(f"updates {seed}")
         self._update_rate = self._update_rng.choice((0.0, 0.0, 0.004, 0.02))
         self._operator_rng = Random(f"operators {seed}")
@@ -443,7 +448,24 @@ class Simulation:
         )
         if rng.random() < 0.15 and beams is None:  # another scheduler served it until now
             request.delivered = [e.tokens[: rng.randint(0, len(e.tokens))] for e in request.expected]
+        self._choose_old_answer(request)
         self.cluster.submit(request)
+
+    def _choose_old_answer(self, request: Request) -> None:
+        """Perhaps its own tokens, often edited, or those of another request. From a separate source, as
+        `_choose_beams`.
+        """
+        rng = self._answer_rng
+        if rng.random() >= self._answer_rate:
+            return
+        source = request if rng.random() < 0.8 else rng.choice(list(self.cluster.requests.values()) or [request])
+        tokens = [token for expected in source.expected for token in expected.tokens]
+        for _ in range(rng.choice((0, 1, 3))):
+            start = rng.randrange(len(tokens) + 1)
+            tokens[start : start + rng.randrange(3)] = [
+                rng.randrange(self.cluster.vocab_size) for _ in range(rng.randrange(3))
+            ]
+        self._old_answers[request.request_id] = np.array(tokens, np.uint32)
 
     def _abort(self) -> None:
         self.cluster.abort(self.rng.choice(list(self.cluster.open.values())))
@@ -494,7 +516,7 @@ class Simulation:
             first_step = self.rng.choice((1, 1, 100))
             capacity = self._choose_capacity(free[0])
             worker = self.cluster.join(capacity, first_step=first_step, is_lazy=self.setup.is_lazy)
-            worker.draft_rate = self._draft_rate
+            worker.draft_rate, worker.old_answers = self._draft_rate, self._old_answers
 
     def _update_weights(self) -> None:
         self.cluster.update_weights(keeps_kv=self._update_rng.random() < 0.4)
@@ -545,7 +567,7 @@ class Simulation:
             ),
             is_lazy=self.setup.is_lazy,
         )  # fmt: skip
-        worker.draft_rate = self._draft_rate
+        worker.draft_rate, worker.old_answers = self._draft_rate, self._old_answers
 
     # -- reports ------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ bad prefix hit and a block freed early are all one mismatch. Beyond that it chec
     states      follow from the state before and the tokens of a step; a row samples from that of its own tokens
     windows     a row holds the blocks that its next token attends to; blocks before them may get new content
     drafts      a row that speculates continues where the worker left it, at most at the stated position: that one less
-                what unanswered steps have rejected. Some drafts are right; the rest are random
+                what unanswered steps have rejected. Some drafts are right; the rest are random. A request with an old
+                answer has the drafts that a worker takes from it
 
 Everything per token is a numpy column; Python loops run over rows that open or blocks that fill only.
 """
@@ -43,6 +44,7 @@ from tests.sim import symbolic_model
 from tests.sim.inputs import contents_in, with_contents
 from tests.sim.symbolic_groups import SymbolicGroup
 from tests.sim.violation import POISON, Violation
+from worker_svc.engine.speculation.old_answers import OldAnswer
 
 
 @dataclass(slots=True)
@@ -108,6 +110,7 @@ class SymbolicWorker:
         )
         self.failed_requests: set[str] = set()
         self.resident: set[bytes] = set()  # adapters that rows may use
+        self.old_answers: dict[str, np.ndarray] = {}  # by request id
         self.draft_rate = 0.0  # fraction of the answers' rows that ask for drafts, and of right drafts
         self.num_drafted = self.num_accepted = 0
         bs, rows = capacity.block_size, capacity.max_num_seqs
@@ -163,6 +166,7 @@ class SymbolicWorker:
         self.refs = np.zeros(self.capacity.num_blocks, dtype=np.int64)  # open rows that name the block
         self._starts = np.zeros(rows, dtype=np.int64)  # where each row began its newest step
         self.num_drafts = np.zeros(rows, dtype=np.int64)  # drafts of the running step
+        self._answers: dict[int, OldAnswer] = {}
         self.rejected: dict[int, list[tuple[int, int]]] = {}  # by row: (step, reserved tokens that do not exist)
         self._positions = np.arange(max_len + 1)
         self._places = np.arange(max_len + 1, dtype=np.uint64)
@@ -362,6 +366,9 @@ class SymbolicWorker:
         self.is_open[row], self.group[row] = True, opened
         self.seed[row], self.sample[row] = opened.group.options, opened.sample_index
         self.is_hopeless[row] = opened.group.options == NAN_SEED
+        self._answers.pop(row, None)
+        if (answer := self.old_answers.get(opened.group.request_id)) is not None:
+            self._answers[row] = OldAnswer(answer)
         self.prompt_len[row], self.history_len[row] = opened.prompt_len, count
         self.num_computed_tokens[row] = opened.num_computed_tokens
         self.num_candidates[row] = opened.num_candidates
@@ -587,6 +594,12 @@ class SymbolicWorker:
     def _draft(self, row: int, most: int, step_id: int) -> int:
         """Append drafts to the history of a row. Returns their number."""
         count = min(most, int(self._chance(step_id, row, 500) * (most + 2)))
+        if row in self._answers:
+            output = self.tokens[row, self.prompt_len[row] : self.history_len[row]]
+            found = self._answers[row].propose(output, count)
+            for token in found:
+                self._append(row, int(self.history_len[row]), token)
+            return len(found)
         for nth in range(count):
             end = int(self.history_len[row])
             token = self._next_token(row, end)

@@ -50,8 +50,11 @@ class StepRunner(Runner, ABC):
         self._num_out_of_memory = 0  # consecutive steps
 
     def _speculate(self, config: EngineConfig, make_proposer: Callable[[OpenRows], Proposer] = SuffixProposer) -> None:
-        """Ends the load of a runner that can compute drafts."""
+        """Ends the load of a runner that can compute drafts. Without --speculate, rows with an old answer have some, if
+        that needs no memory."""
         if config.speculate is None:
+            if not (self.launches or self.info.attention_window or self._tables.states):
+                self._drafts = RowDrafts(self._rows, config.max_drafts, tables=self._tables, is_for_all=False)
             return
         if self.info.attention_window is not None:
             raise ValueError(
@@ -81,13 +84,13 @@ class StepRunner(Runner, ABC):
         output = self._compute_or_fail(step, errors, partial(self._run_step, step, errors))
         output = output or StepOutput(batch.step_id, EMPTY, EMPTY)
         output.errors = list(errors.values())
-        if self._drafts is not None:
+        if self._drafts is not None and self._drafts.in_use:
             self._drafts.propose(step, output, time.perf_counter() - started)
         output.forward_us = int((time.perf_counter() - started) * 1e6)
         return output
 
     def _with_drafts(self, batch: StepBatch, errors: RowErrors) -> StepBatch:
-        if self._drafts is not None:
+        if self._drafts is not None and (self._drafts.in_use or batch.max_query_lens is not None):
             return self._drafts.begin(batch, errors)
         if batch.max_query_lens is not None:
             raise BadBatchError("max_query_lens is set, but this worker computes no drafts")

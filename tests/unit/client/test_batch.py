@@ -105,6 +105,30 @@ def test_a_batch_is_started_followed_and_written(source, output, capsys, monkeyp
     assert [path.name for path in output.parent.iterdir()] == ["input.jsonl", "output.jsonl"]
 
 
+OLD = (
+    {"choices": [{"message": {"content": "chat"}}]}, {"choices": [{"text": "text"}]}, {"choices": []},
+    {"content": [{"type": "text", "text": "mess"}, {"type": "text", "text": "age"}]},
+    {"output": [{"type": "reasoning"}, {"type": "message", "content": [{"text": "response"}]}]}, {"error": {}}, None,
+)  # fmt: skip
+
+
+def test_old_answers_are_drafts_of_the_lines_with_their_ids(tmp_path):
+    old, source = tmp_path / "old.jsonl", tmp_path / "input.jsonl"
+    results = [{"custom_id": str(i), "response": body and {"body": body}} for i, body in enumerate(OLD)]
+    old.write_text("".join(json.dumps(one) + "\n" for one in results))
+    lines = [{"custom_id": str(i), "url": "/v1/completions", "body": {"prompt": "a"}} for i in range(9)]
+    lines[1]["body"]["draft_text"] = "own"
+    source.write_text("\n".join(map(json.dumps, lines)))
+    with Server() as server:
+        assert batch(source, tmp_path / "output", server, "--drafts", str(old)) == 0
+        sent = [json.loads(line) for line in server.calls[0][2].splitlines() if line.startswith(b"{")]
+        old.write_text("no")
+        assert batch(source, tmp_path / "output2", server, "--drafts", str(old)) == 2
+    found = [line["body"].pop("draft_text", None) for line in sent]
+    assert found == ["chat", "own", None, "message", "response", None, None, None, None]
+    assert [line["custom_id"] for line in sent] == list("012345678")
+
+
 def test_the_same_command_follows_the_same_batch(source, output, capsys):
     with Server() as server:
         assert batch(source, output, server, "--detach") == 0

@@ -27,6 +27,7 @@ from worker_svc.engine.row_part import RowPart
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.tables import RowTables
 from worker_svc.engine.speculation.draft_len import StepTimes, draft_len, probe_pause
+from worker_svc.engine.speculation.old_answers import OldAnswers
 from worker_svc.engine.speculation.suffix import SuffixIndex
 from worker_svc.engine.step import CheckedStep, RowErrors
 
@@ -34,6 +35,7 @@ FIRST_ACCEPTANCE = 0.5  # of the first row
 ACCEPTANCE_WEIGHT = 0.2  # of the newest draft in the mean of its row
 SHARED_WEIGHT = 0.05  # of the newest draft in the mean of all rows
 PATIENCE = 8  # steps without a draft after which a row asks for no more room
+OLD_ANSWER = "old_answer"  # the name of the proposer where no row has another one
 LEAST_USE = 0.95  # a step in which a draft must be as likely as this has none
 
 
@@ -92,15 +94,18 @@ class RowDrafts(RowPart):
         max_drafts: int,
         make_proposer: Callable[[OpenRows], Proposer] = SuffixProposer,
         tables: RowTables | None = None,
+        *,
+        is_for_all: bool = True,
     ) -> None:
-        """`tables`: of the features of the rows."""
-        self._rows = rows
+        """`tables`: of the features of the rows. `is_for_all`: rows without an old answer have drafts too."""
+        self._rows, self._is_for_all, self._answers = rows, is_for_all, OldAnswers(rows)
+        self.in_use = is_for_all or self._answers.in_use
         self._grammars = None if tables is None else tables.grammars
         states = None if tables is None else tables.states
         self._most_in_step = rows.tokens.size if states is None else states.num_drafts
         self._most = max_drafts
         self._proposer = make_proposer(rows)
-        self.counts = DraftCounts(self._proposer.name, max_drafts)
+        self.counts = DraftCounts(self._proposer.name if is_for_all else OLD_ANSWER, max_drafts)
         num_rows = len(rows.is_open)
         self._speculates: Bools = np.zeros(num_rows, np.bool_)
         self._acceptance = np.zeros(num_rows, np.float64)
@@ -122,6 +127,12 @@ class RowDrafts(RowPart):
         self._forget(row)
         self._speculates[row] = item.speculates and not item.num_candidates and item.pooling is None
         self._acceptance[row] = self._shared_acceptance
+        if self._speculates[row]:
+            self._answers.open(item)
+        if row in self._answers.in_use:
+            self._acceptance[row] = max(FIRST_ACCEPTANCE, self._shared_acceptance)
+        else:
+            self._speculates[row] &= self._is_for_all
         self._num_waited[row], self._num_missed[row], self._wanted[row] = 0, PATIENCE, 0
 
     def close(self, rows: U32) -> None:
@@ -135,6 +146,7 @@ class RowDrafts(RowPart):
     def _forget(self, row: int) -> None:
         self._speculates[row] = False
         self._drafts.pop(row, None)
+        self._answers.in_use.pop(row, None)
         self._proposer.close(row)
 
     # A step
@@ -209,7 +221,8 @@ class RowDrafts(RowPart):
 
     def _learn(self, row: int, *, is_right: bool) -> None:
         self._acceptance[row] += ACCEPTANCE_WEIGHT * (is_right - self._acceptance[row])
-        self._shared_acceptance += SHARED_WEIGHT * (is_right - self._shared_acceptance)
+        if row not in self._answers.in_use:
+            self._shared_acceptance += SHARED_WEIGHT * (is_right - self._shared_acceptance)
 
     # After a step
 
@@ -257,9 +270,8 @@ class RowDrafts(RowPart):
         self._num_waited[rows] += 1
         rows = rows[(self._wanted[rows] > 0) | (self._num_waited[rows] >= pause)]
         self._num_waited[rows] = 0
-        for row, drafts in zip(
-            rows.tolist(), self._proposer.propose(rows, np.maximum(self._wanted[rows], 1)), strict=True
-        ):
+        others, counts = self._proposer.propose if self._is_for_all else None, np.maximum(self._wanted[rows], 1)
+        for row, drafts in zip(rows.tolist(), self._answers.propose(rows, counts, others), strict=True):
             drafts = self._rows.in_vocabulary(drafts)
             if drafts:
                 self._drafts[row] = drafts

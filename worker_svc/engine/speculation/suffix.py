@@ -28,6 +28,12 @@ _MASK = 2**64 - 1
 _SHIFT = 64 - HASH_BITS
 
 
+def mixed_threes(tokens: U32) -> npt.NDArray[np.uint64]:
+    """A number for each three tokens in a row, from which their hash follows."""
+    columns = [tokens[nth : len(tokens) - MIN_MATCH + 1 + nth].astype(np.uint64) for nth in range(MIN_MATCH)]
+    return np.asarray(sum(column * np.uint64(factor) for column, factor in zip(columns, _FACTORS, strict=True)))
+
+
 class SuffixIndex:
     """The index of one row. `tokens` is its history, which others write."""
 
@@ -80,9 +86,8 @@ class SuffixIndex:
         ends: I64 = np.arange(max(MIN_MATCH, self._end + 1), num_tokens + 1)
         if not len(ends):
             return
-        columns = [self._tokens[ends - MIN_MATCH + nth].astype(np.uint64) for nth in range(MIN_MATCH)]
-        mixed = sum(column * np.uint64(factor) for column, factor in zip(columns, _FACTORS, strict=True))
-        places: I64 = (np.asarray(mixed) >> np.uint64(_SHIFT)).astype(np.int64)
+        mixed = mixed_threes(self._tokens[ends[0] - MIN_MATCH : num_tokens])
+        places: I64 = (mixed >> np.uint64(_SHIFT)).astype(np.int64)
         order: npt.NDArray[np.intp] = np.argsort(places, kind="stable")
         places, ends = places[order], ends[order]
         is_first = np.append(True, places[1:] != places[:-1])
