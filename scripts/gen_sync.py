@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "client" / "quire_client"
-MODULES = ("client", "session", "stream")
+MODULES = ("client", "session", "stream", "turn_log")
 HEADER = "# Generated from quire_client/aio/{name}.py by scripts/gen_sync.py. Edit that file.\n"
 
 # Applied in this order. The last rules rewrite docstrings.

@@ -267,6 +267,12 @@ COMMANDS = (
             PUBLIC_KEY, JSON,
         )),
     )),
+    Command("replay", "replay.run",
+        "compute the turns of a replay log again; exit code 0: all are equal, 1: one differs, 2: not computed", (
+        arg("log", type=Path, metavar="LOG", help="log of the SDK's `client.recorded`, or entries of HTTP answers"),
+        arg("--against", type=Path, metavar="LOG", help="compare with the turns of this log; nothing is computed"),
+        _model("the recorded one"), JSON, *TARGET,
+    )),
     Command("fetch", "setup.fetch", "download a model of the Hugging Face Hub once, pinned to a commit", (
         arg("model", metavar="ORG/NAME@COMMIT", help="the model and the 40 digits of its commit"),
         arg("--to", type=Path, required=True, metavar="DIR", help="folder of the downloads, as a Hub cache"),

@@ -65,6 +65,7 @@ class StreamAssembler:
         self._num_events = 0
         self._is_resuming = False
         self.ended_samples: list[Sample] = []  # in the order in which they ended
+        self.ends: dict[int, pb.Finished] = {}  # by sample
         self._prompt_logprobs: list[TokenLogprob | None] = []
         self._samples: list[_Partial] = []  # created after Accepted: until then, the server may refuse this n
         self._num_open = max(1, request.sampling.n)
@@ -73,15 +74,15 @@ class StreamAssembler:
         self._wants_prompt_logprobs = request.output.HasField("prompt_logprobs")
         self._has_token_ids = self._shows_token_ids or can_resume
         self._digest = load_digest()
-        self._request = request
+        self.request = request
         if not self._shows_token_ids and can_resume:
-            self._request = pb.GenerateRequest()
-            self._request.CopyFrom(request)
-            self._request.output.token_ids = True
+            self.request = pb.GenerateRequest()
+            self.request.CopyFrom(request)
+            self.request.output.token_ids = True
 
     @property
     def request_id(self) -> str:
-        return self.accepted.request_id if self.accepted else self._request.request_id
+        return self.accepted.request_id if self.accepted else self.request.request_id
 
     @property
     def finished_samples(self) -> tuple[Sample, ...]:
@@ -110,10 +111,10 @@ class StreamAssembler:
         """
         self._num_events = 0
         self._is_resuming = self.accepted is not None
-        if self.accepted is None and not (is_repeated and self._request.request_id):
-            return self._request
+        if self.accepted is None and not (is_repeated and self.request.request_id):
+            return self.request
         request = pb.GenerateRequest()
-        request.CopyFrom(self._request)
+        request.CopyFrom(self.request)
         request.continuation.SetInParent()
         if self.accepted is None:
             return request
@@ -290,6 +291,7 @@ class StreamAssembler:
         if self._is_resuming:
             sample = replace(sample, usage=replace(sample.usage, output_tokens=partial.num_tokens))
         partial.finished = sample
+        self.ends[finished.index] = finished
         self.ended_samples.append(sample)
         self._num_open -= 1
 

@@ -342,6 +342,7 @@ class GenerationStream:
             prompt_tokens=len(plan.prompt.ids),
             revision=plan.model.revision,
             n=plan.sampling.params.n,
+            prompt_digest=xxhash.xxh3_128_digest(u32_to_bytes(plan.prompt.ids)),
         )
         first = (pb.GenerateResponse(accepted=accepted, event_seq=0),)
         self._event_seq = 1

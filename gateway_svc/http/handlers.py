@@ -29,6 +29,7 @@ from gateway_svc.http.openai import answers, bodies
 from gateway_svc.http.openai.answers import AnswerShape, PromptParts, StreamAnswer, WholeAnswer, models_of
 from gateway_svc.http.openai.bodies import Generation, with_suffix, with_token_ids
 from gateway_svc.http.pooling import PoolingHandlers
+from gateway_svc.http.replays import Around, ReplayEntries
 from gateway_svc.http.replies import (
     EventStream,
     Numbered,
@@ -236,12 +237,15 @@ class Handlers:
         log.debug("HTTP request %s is request %s", request.scope["request_id"], answer_id)
         record_request_id(answer_id)
         requests = _with_ids(asked.requests, answer_id)
-        events = self._events(requests, asked.timeout_s)
+        replays = ReplayEntries(request, self._directory)
+        events = self._events(requests, asked.timeout_s, replays.around)
         headers = ignored_headers(asked.ignored)
         if asked.is_stream:
             stream = StreamAnswer(asked, shape, answer_id, int(time.time()), prompts)
+            stream.late_fields = replays.fields
             return await EventStream.begun(encoded_events(stream, events, request.scope), headers)
         answer = WholeAnswer(asked, shape, answer_id, int(time.time()), prompts)
+        answer.late_fields = replays.fields
         async with aclosing(events):
             async for prompt, event in events:
                 answer.take(prompt, event)
@@ -277,14 +281,14 @@ class Handlers:
             raise InvalidRequestError(error.message.replace("ids", "prompt", 1), field="prompt") from None
         return text.text
 
-    def _events(self, requests: Sequence[pb.GenerateRequest], timeout_s: float | None) -> Numbered:
+    def _events(self, requests: Sequence[pb.GenerateRequest], timeout_s: float | None, around: Around) -> Numbered:
         generate = self._servicer.generation.generate
         if timeout_s is None:
-            return merged([generate(one) for one in requests])
+            return merged([around(one, generate(one)) for one in requests])
         # The scheduler refuses requests that cannot meet their deadline. Its deadline is later than the timeout, so
         # that `within` always raises the error.
         deadline = asyncio.get_running_loop().time() + timeout_s + DEADLINE_MARGIN_S
-        return within(timeout_s, merged([generate(one, deadline=deadline) for one in requests]))
+        return within(timeout_s, merged([around(one, generate(one, deadline=deadline)) for one in requests]))
 
 
 def _with_ids(requests: Sequence[pb.GenerateRequest], answer_id: str) -> Sequence[pb.GenerateRequest]:

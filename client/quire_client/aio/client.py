@@ -6,6 +6,7 @@ import copy
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 import grpc
@@ -17,9 +18,11 @@ from quire_client import convert
 from quire_client.aio.session import AsyncSession
 from quire_client.aio.stream import AsyncCalls, AsyncGenerateStream
 from quire_client.aio.transport import Gateway, channel_openers
+from quire_client.aio.turn_log import AsyncTurnLog
 from quire_client.connection.channel import Metadata, Tls, call_metadata, extra_metadata, health_request, health_state
 from quire_client.errors import ModelNotFound, QuireError
 from quire_client.inputs import Question
+from quire_client.replay import Entry
 from quire_client.requests import generate as requests
 from quire_client.requests.chat import ChatOptions, Messages
 from quire_client.requests.generate import EmbedInput, EmbedOptions, GenerateOptions, ScoreOptions
@@ -101,6 +104,7 @@ class AsyncClient:
         self._unary_timeout_s = unary_timeout_s
         self._resume = ResumePolicy(resume, resume_timeout_s, stall_timeout_s)
         self._defaults: dict[str, Any] = {}  # options of every call
+        self._turn_log: AsyncTurnLog | None = None
 
     @classmethod
     async def connect(
@@ -151,6 +155,21 @@ class AsyncClient:
         clone._defaults = {**self._defaults, **options}
         clone._unary_timeout_s = self._unary_timeout_s if unary_timeout_s is None else unary_timeout_s
         return clone
+
+    def recorded(self, path: str | PathLike[str]) -> Self:
+        """A client with the same connections that appends a line per complete answer to a replay log (docs/replay.md).
+
+        agent = client.recorded("run.jsonl")
+        """
+        clone = copy.copy(self)
+        clone._turn_log = AsyncTurnLog(self.unary, path)
+        return clone
+
+    async def replay(self, request: pb.GenerateRequest) -> Entry:
+        """Compute the request of a recorded turn again: the entry of the new answer. See `quire_client.replay`."""
+        async with AsyncGenerateStream(self._calls, request, self._timeout_s, self._resume, self._metadata) as stream:
+            await stream.result()
+            return await AsyncTurnLog(self.unary, "").entry_of(stream.assembler)
 
     @property
     def raw(self) -> InferenceServiceAsyncStub:
@@ -206,7 +225,7 @@ class AsyncClient:
         metadata = extra_metadata(given.pop("metadata", None))
         policy = policy_of_call(self._resume, given)
         request = requests.generate_request(prompt, token_ids, messages, given)
-        return AsyncGenerateStream(self._calls, request, timeout_s, policy, metadata)
+        return AsyncGenerateStream(self._calls, request, timeout_s, policy, metadata, self._turn_log)
 
     def resume(
         self,

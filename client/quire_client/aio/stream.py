@@ -15,6 +15,7 @@ import grpc.aio
 from quire.v1 import inference_pb2 as pb
 
 from quire_client.aio.transport import AsyncGateways, BoundedEvent, Call, Gateway, in_thread, read_event, sleep
+from quire_client.aio.turn_log import AsyncTurnLog
 from quire_client.assembly import assembler_of
 from quire_client.connection.channel import Metadata
 from quire_client.errors import (
@@ -150,13 +151,15 @@ class AsyncGenerateStream:
         timeout_s: float | None,
         policy: ResumePolicy,
         metadata: Metadata = (),
+        turn_log: AsyncTurnLog | None = None,
     ) -> None:
         self._calls = calls
+        self._turn_log = turn_log
         self._metadata = metadata
         self._timeout_s = timeout_s
         self._deadline = Deadline(None)
         self._policy = policy
-        self._assembler = assembler_of(request, can_resume=policy.is_on)
+        self.assembler = assembler_of(request, can_resume=policy.is_on)
         self._resumption = Resumption(policy, calls.rng)
         self._call: Call | None = None
         self._following: deque[pb.GenerateResponse] = deque()  # events of the last message that are not read yet
@@ -207,7 +210,7 @@ class AsyncGenerateStream:
             delta = None if self._result is not None else await self._advance()
             if delta is not None:
                 yield delta
-            ended = self._assembler.ended_samples
+            ended = self.assembler.ended_samples
             while num_shown < len(ended):
                 yield ended[num_shown]
                 num_shown += 1
@@ -217,7 +220,7 @@ class AsyncGenerateStream:
     @property
     def is_accepted(self) -> bool:
         """Whether the server has accepted the request."""
-        return self._assembler.accepted is not None
+        return self.assembler.accepted is not None
 
     @property
     def request_id(self) -> str:
@@ -242,17 +245,17 @@ class AsyncGenerateStream:
     @property
     def num_samples(self) -> int:
         """Number of samples of the answer."""
-        return self._assembler.num_samples
+        return self.assembler.num_samples
 
     @property
     def resumes(self) -> int:
         """Number of times that the stream broke and was resumed."""
-        return self._assembler.num_resumes
+        return self.assembler.num_resumes
 
     @property
     def finished_samples(self) -> tuple[Sample, ...]:
         """Samples that are complete already."""
-        return self._assembler.finished_samples
+        return self.assembler.finished_samples
 
     async def result(self) -> GenerateResult:
         """The whole request; reads the rest of the stream first."""
@@ -274,15 +277,15 @@ class AsyncGenerateStream:
 
     @property
     def _accepted(self) -> pb.Accepted:
-        if self._assembler.accepted is None:
+        if self.assembler.accepted is None:
             raise RuntimeError(NOT_OPEN)
-        return self._assembler.accepted
+        return self.assembler.accepted
 
     async def _open(self, target: int) -> None:
         """Send the request, or its continuation after a break, and wait until it is accepted."""
         self._check_wanted()
         is_repeated, self._was_sent = self._was_sent, True
-        request = self._assembler.next_request(is_repeated=is_repeated)
+        request = self.assembler.next_request(is_repeated=is_repeated)
         self.target, self._is_lost = target, False
         self._following.clear()
         self._call = call = self._calls.gateways.open_stream(
@@ -305,19 +308,21 @@ class AsyncGenerateStream:
         try:
             event = await self._next_event(self._call)
         except QuireError as error:
-            if not self._assembler.is_complete:
+            if not self.assembler.is_complete:
                 await self._resume_after(error)
                 return None
             event = None  # the break came after the last event
         if event is not None:
             return self._feed(event)
-        self._result = self._assembler.result()
+        self._result = self.assembler.result()
+        if self._turn_log is not None:
+            await self._turn_log.add(self.assembler)
         return None
 
     async def _resume_after(self, error: QuireError) -> None:
         """Try one gateway after the other until one accepts the continuation. Raises the error if none does."""
         ring, resumption = self._calls.ring, self._resumption
-        resumption.broke(time.monotonic(), made_progress=self._assembler.made_progress)
+        resumption.broke(time.monotonic(), made_progress=self.assembler.made_progress)
         while True:
             now = time.monotonic()
             if isinstance(error, ConnectionFailed | StreamEndedEarly):
@@ -325,16 +330,16 @@ class AsyncGenerateStream:
             remaining_s = self._deadline.remaining_s()
             delay_s = resumption.delay_s(error, now, remaining_s, has_working=ring.has_working(now))
             if delay_s is None:
-                error.partial = self._assembler.partial()
+                error.partial = self.assembler.partial()
                 raise gave_up(error, self._policy)
-            log.warning("the stream of request %s broke (%s); resuming", self._assembler.request_id, error.message)
+            log.warning("the stream of request %s broke (%s); resuming", self.assembler.request_id, error.message)
             await self._is_cancelled.wait_for(delay_s)
             try:
                 await self._open(ring.next(time.monotonic()))
                 break
             except QuireError as next_error:
                 error = next_error
-        log.info("resumed request %s", self._assembler.request_id)
+        log.info("resumed request %s", self.assembler.request_id)
         resumption.accepted(time.monotonic())
         ring.works(self.target, time.monotonic())
 
@@ -344,24 +349,24 @@ class AsyncGenerateStream:
             return self._following.popleft()
         self.waiting_since = time.monotonic()
         try:
-            event = await read_event(call, self._assembler.request_id)
+            event = await read_event(call, self.assembler.request_id)
         except QuireError as error:
             if self._is_lost and not self._is_cancelled.is_set():
-                raise gateway_hangs(self.stall_timeout_s, self._assembler.request_id) from None
+                raise gateway_hangs(self.stall_timeout_s, self.assembler.request_id) from None
             raise error from None
         finally:
             self.waiting_since = None
-        if event is None and not self._assembler.is_complete:
-            raise self._assembler.ended_early()
+        if event is None and not self.assembler.is_complete:
+            raise self.assembler.ended_early()
         if event is not None and event.following:
             self._following.extend(event.following)
         return event
 
     def _feed(self, event: pb.GenerateResponse | None) -> Delta | None:
         try:
-            return None if event is None else self._assembler.feed(event)
+            return None if event is None else self.assembler.feed(event)
         except QuireError as error:
-            error.partial = self._assembler.partial()
+            error.partial = self.assembler.partial()
             self.cancel()
             raise
 
@@ -369,4 +374,4 @@ class AsyncGenerateStream:
         if self._calls.gateways.is_closed:
             raise client_closed()
         if self._is_cancelled.is_set():
-            raise Cancelled("the stream was cancelled", request_id=self._assembler.request_id)
+            raise Cancelled("the stream was cancelled", request_id=self.assembler.request_id)

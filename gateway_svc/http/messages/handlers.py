@@ -19,6 +19,7 @@ from gateway_svc.callers.caller import record_request_id
 from gateway_svc.http.errors import error_of_sample, message_error
 from gateway_svc.http.json_text import named_event
 from gateway_svc.http.messages.bodies import MessagesBody, count_request, messages_request
+from gateway_svc.http.replays import ReplayEntries
 from gateway_svc.http.replies import (
     EventStream,
     Read,
@@ -37,6 +38,8 @@ from svc_common.errors import ServiceError
 
 class BlockBuilder:
     """Builds one message. Blocks are numbered in the order in which they begin, and one ends before the next begins."""
+
+    late_fields: Callable[[], Json] = dict  # fields that are known after the last event
 
     def __init__(self, message_id: str, model: str) -> None:
         self._message: Json = {
@@ -69,7 +72,7 @@ class BlockBuilder:
     def whole(self) -> Json:
         """The message, after the last event."""
         content = [_filled(block, "".join(texts)) for block, texts in zip(self._blocks, self._texts, strict=True)]
-        return {**self._message, "content": content}
+        return {**self._message, "content": content, **self.late_fields()}
 
     def _add(self, part: pb.AnswerPart) -> Iterator[Json]:
         kind = part.WhichOneof("kind")
@@ -106,7 +109,7 @@ class BlockBuilder:
         end = self._end(finished)
         self._message |= {**end, "usage": usage}
         yield {"type": "message_delta", "delta": end, "usage": usage}
-        yield {"type": "message_stop"}
+        yield {"type": "message_stop", **self.late_fields()}
 
     def _end(self, finished: pb.Finished) -> Json:
         if finished.HasField("stop"):
@@ -179,7 +182,9 @@ class MessagesHandlers:
         record_request_id(message_id)
         asked.request.request_id = message_id
         builder = BlockBuilder(message_id, asked.request.model)
-        events = merged([self._generation.generate(asked.request)])
+        replays = ReplayEntries(request, self._directory)
+        builder.late_fields = replays.fields
+        events = merged([replays.around(asked.request, self._generation.generate(asked.request))])
         if asked.is_stream:
             data = encoded_events(MessageStream(builder), events, request.scope)
             return await EventStream.begun(data, ignored_headers(asked.ignored))

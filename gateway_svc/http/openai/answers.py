@@ -121,6 +121,8 @@ class Tally:
 class ChoicesAnswer:
     """The common fields of chunks and whole answers: head, choices and usage."""
 
+    late_fields: Callable[[], Json] = dict  # fields that are known after the last event
+
     def __init__(
         self, asked: Generation, shape: AnswerShape, answer_id: str, created: int, prompts: Sequence[PromptParts]
     ) -> None:
@@ -195,10 +197,9 @@ class StreamAnswer(ChoicesAnswer):
         return sse(error_body(error, names))
 
     def end(self) -> bytes:
-        """The data after the last event: usage if the client wants it, then [DONE]."""
-        if not self._asked.includes_usage:
-            return DONE
-        return sse({**self._head, "choices": [], "usage": self._tally.usage()}) + DONE
+        """The data after the last event: usage if the client wants it and late fields, then [DONE]."""
+        last = self.late_fields() | ({"usage": self._tally.usage()} if self._asked.includes_usage else {})
+        return sse({**self._head, "choices": [], **last}) + DONE if last else DONE
 
     def _text(self, prompt: int, chunk: pb.Chunk) -> bytes:
         """The events for new text. Most chunks differ only in index and text: their other bytes are built once."""
@@ -333,6 +334,7 @@ class WholeAnswer(ChoicesAnswer):
     def _whole(self) -> Json:
         choices = [self._choice(choice, "".join(texts)) for choice, texts in self._texts.items()]
         answer = {**self._head, "object": self._shape.whole_object, "choices": choices, "usage": self._tally.usage()}
+        answer |= self.late_fields()
         if self._asked.returns_token_ids:
             self._add_prompt_ids(answer)
         for choice in choices if self._asked.returns_prompt_logprobs else ():

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from gateway_svc.answer.resuming import Resumed
 from gateway_svc.callers.caller import CANCELLED, OK, forked, record_request_id, scoped
 from gateway_svc.http.json_text import encode, named_event
+from gateway_svc.http.replays import Around, ReplayEntries
 from gateway_svc.http.replies import EventStream, Read, ignored_headers, json_reply, mark_conversation
 from gateway_svc.http.responses.bodies import ResponseBody, messages_of, response_request, with_ids
 from gateway_svc.http.responses.events import Event, events_of
@@ -71,15 +72,19 @@ class ResponsesHandlers:
         response_id = f"resp_{secrets.token_hex(24)}"
         record_request_id(response_id)
         await self._add_conversation(asked)
+        replays = ReplayEntries(request, self._directory)
         try:
-            return await self._answer(response_id, asked, is_stored=is_stored)
+            return await self._answer(response_id, asked, replays, is_stored=is_stored)
         except RecordsUnavailableError:
             if asked.store or asked.is_background:
                 raise
-            return await self._answer(response_id, asked, is_stored=False)
+            return await self._answer(response_id, asked, replays, is_stored=False)
 
-    async def _answer(self, response_id: str, asked: ResponseBody, *, is_stored: bool) -> Response | EventStream:
-        run = self._new_run(response_id, asked, is_stored=is_stored)
+    async def _answer(
+        self, response_id: str, asked: ResponseBody, replays: ReplayEntries, *, is_stored: bool
+    ) -> Response | EventStream:
+        run = self._new_run(response_id, asked, replays.around, is_stored=is_stored)
+        run.late_fields = replays.fields
         try:
             await run.begun()
             return await self._reply(run, asked)
@@ -219,7 +224,7 @@ class ResponsesHandlers:
         except ContextLengthError:
             return False
 
-    def _new_run(self, response_id: str, asked: ResponseBody, *, is_stored: bool) -> ResponseRun:
+    def _new_run(self, response_id: str, asked: ResponseBody, around: Around, *, is_stored: bool) -> ResponseRun:
         model = asked.request.model or self._directory.find_text("").name
         head = {"id": response_id, **asked.head, "created_at": int(time.time()), "model": model, "store": is_stored}
         notes = {
@@ -230,7 +235,8 @@ class ResponsesHandlers:
         asked.request.request_id = response_id
         asked.request.resumable = is_stored
         asked.request.output.token_ids = False
-        source = self._generation.generate(asked.request, notes=encode(notes) if is_stored else b"")
+        events = self._generation.generate(asked.request, notes=encode(notes) if is_stored else b"")
+        source = around(asked.request, events)
         return self._start(scoped(response_id), head, source, is_stored=is_stored)
 
     def _start(self, scoped_id: str, head: Json, source: Source, *, is_stored: bool) -> ResponseRun:

@@ -37,6 +37,8 @@ class ResponseRun:
     object, which may come from another gateway.
     """
 
+    late_fields: Callable[[], Json] = dict  # fields that the complete response has and its stored object has not
+
     def __init__(self, head: Json, source: Source, store: Store | None) -> None:
         self._builder = ResponseEvents(head)
         self._source = source
@@ -69,7 +71,7 @@ class ResponseRun:
     @property
     def response(self) -> Json:
         """The response object as it is now."""
-        return self._final or self._builder.response()
+        return {**(self._final or self._builder.response()), **(self.late_fields() if self.is_complete else {})}
 
     async def begun(self) -> None:
         """Wait until the request is accepted. Raises the error of a refused request."""
