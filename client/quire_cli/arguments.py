@@ -106,6 +106,16 @@ Exit code: 0; 1 if requests are unanswered; 2 for an invalid file or flag; 3 if 
 130 after Ctrl-C.
 """
 
+COMPARE_EXAMPLES = """\
+examples:
+  quire compare demo demo-lora --requests requests.jsonl -o report
+  quire compare m m --gateway-b new:50051 --requests requests.jsonl -o report --max-differing 0
+
+A line is {"request": {"prompt": "Once", "max_tokens": 40}} with options of the SDK, or a line of quire batch.
+Exit code: 0; 1 if more answers differ than --max-differing; 2 for an invalid file or flag; 3 if requests have errors;
+130 after Ctrl-C: the report has what was compared until then.
+"""
+
 
 def _value_of(field: Field) -> dict[str, Any]:
     """The settings of a flag for the value of a request field."""
@@ -316,6 +326,19 @@ COMMANDS = (
             help="how long a call is retried (default 60)"),
         API_KEY, switch("--json", "print the summary as one JSON line"), TLS,
     ), BATCH_EXAMPLES),
+    Command("compare", "quire_analysis.compare.run", "what differs between the answers of two models", (
+        arg("a", metavar="A", help="a model, an adapter or a route"), arg("b", metavar="B", help="the other one"),
+        arg("--requests", type=Path, required=True, metavar="FILE", help="requests, one JSON object per line"),
+        arg("--gateway-a", metavar="HOST:PORT,...", help="gateways of A (default: those of --target)"),
+        arg("--gateway-b", metavar="HOST:PORT,...", help="gateways of B (default: those of A)"),
+        arg(*OUTPUT_FILE, required=True, metavar="NAME", help="writes the report to NAME.json and NAME.html"),
+        arg("--score", metavar="FILE", help="Python file with score(line, text); the higher score wins"),
+        count_of("--top", "most likely tokens per position (default 20)", 0, default=20),
+        count_of("--seed", "seed of the first request without one; the next has the next (default 0)", 0, default=0),
+        count_of("--concurrency", "requests at a time (default 16)", default=16),
+        count_of("--max-differing", "exit code 1 for more differing answers (default: no limit)", 0),
+        *TARGET,
+    ), COMPARE_EXAMPLES),
     Command("bench", "quire_bench.command.run", "measure a server under load", (TLS, *BENCH_ARGUMENTS), BENCH_EXAMPLES),
     Command("completion", "setup.completion", "print a script that completes commands and flags", (
         arg("shell", choices=("bash", "zsh", "fish"), help="the shell"),

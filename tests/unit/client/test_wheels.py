@@ -47,7 +47,7 @@ def requirements(wheel):
 
 def test_the_sdk_wheel_has_the_sdk_and_the_stubs_only(wheels):
     sdk = wheels["quire_client"]
-    own = {"quire_client", "quire_cli", "quire_bench", "quire_batch"}
+    own = {"quire_client", "quire_cli", "quire_bench", "quire_batch", "quire_analysis"}
     assert top_level(sdk) == own | {"quire", "request_fields", "hub_models"}
     assert {
         "quire/v1/inference_pb2.py",

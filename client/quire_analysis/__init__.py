@@ -1,0 +1,1 @@
+"""Analysis of answers: what differs between two models. I/O: gRPC, files."""
