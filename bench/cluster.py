@@ -3,7 +3,7 @@
 
     python bench/cluster.py [--seconds 60] [--speed 1] [--workloads chat,templates,agents]
 
-Eight workers (`sessions`, `mixed`: three; `mix`: four, of which one is slow) with a linear service model (seconds per
+Eight workers (`sessions`: three; `mix`: four, of which one is slow) with a linear service model (seconds per
 step = base + per prefill token + per row) serve generated workloads under several policies. Requests arrive at the
 times of their workload, even if the cluster is behind. The last line is one JSON object:
 
@@ -13,8 +13,7 @@ times of their workload, even if the cluster is behind. The last line is one JSO
 queue per request, admissions included, `most_waiting` the longest queue: `--speed 10` lets the same requests arrive ten
 times as fast.
 `pooled` is one imaginary worker with the speed and memory of all workers and a plain LRU cache: its hit rate is the
-reference; its times cannot be reached. `hit_of_oracle` compares with the best that any eviction could reach with the
-memory of all workers (Belady: the block that is used last in the future goes first), in the order of arrivals.
+reference; its times cannot be reached.
 """
 
 from __future__ import annotations
@@ -169,13 +168,6 @@ def sessions(seconds: float, per_s: float = 0.8) -> Workload:
     return Workload(in_order(arrivals, seconds), num_blocks=6000, num_workers=3)
 
 
-def mixed(seconds: float) -> Workload:
-    """Half as many such agents beside documents of 4,000 tokens that are read once, and smaller pools."""
-    rng, agents_ = np.random.default_rng(6), sessions(seconds, 0.4)
-    documents = [Arrival(at, tokens(rng, 4000), tokens(rng, 40)) for at in starts(rng, 8.0, seconds)]
-    return replace(agents_, arrivals=in_order(agents_.arrivals + documents, seconds), num_blocks=3000)
-
-
 def agent(rng: Rng, at_s: float, context: U32, num_turns: int) -> Iterator[Arrival]:
     """The turns of one agent. Results of tools are long now and then."""
     conversation = crc32(context.tobytes())
@@ -228,7 +220,7 @@ def conversations(seconds: float) -> Workload:
 
 WORKLOADS: dict[str, Callable[[float], Workload]] = {
     "chat": chat, "templates": templates, "agents": agents, "conversations": conversations, "sessions": sessions,
-    "mixed": mixed, "mix": lambda seconds: mix(0, seconds, num_slow=1),
+    "mix": lambda seconds: mix(0, seconds, num_slow=1),
 }  # fmt: skip
 
 
@@ -304,10 +296,6 @@ class Policy:
         """A request has ended."""
 
 
-class WithoutSessions(Policy):
-    knows_sessions = False
-
-
 class LeastWorkPolicy(Policy):
     knows_sessions = False
 
@@ -353,7 +341,6 @@ def least_requests(num_open: list[int]) -> int:
 def policies(workload: Workload) -> dict[str, Policy]:
     return {
         "ours": Policy(),
-        "without_sessions": WithoutSessions(),
         "least_work": LeastWorkPolicy(workload),
         "least_requests": Router(least_requests),
         "round_robin": Router(round_robin()),
@@ -489,44 +476,6 @@ class Cluster:
             self._policy.end(handle)
 
 
-def oracle_hits(workload: Workload) -> float:
-    """The fraction of prompt tokens that a cache of all memory hits if it knows the future. Blocks that running
-    requests hold take no place, so no cache can reach it.
-    """
-    chains: list[tuple[list[int], int]] = []  # blocks of prompt and answer, and how many a request can hit
-    known: dict[tuple[int, bytes], int] = {}  # parent and content -> block
-    uses: dict[int, deque[int]] = {}
-    for number, arrival in enumerate(workload.arrivals):
-        ids, block = np.concatenate((arrival.prompt, arrival.output)), -1
-        chain = []
-        for start in range(0, len(ids) - BLOCK_SIZE, BLOCK_SIZE):
-            block = known.setdefault((block, ids[start : start + BLOCK_SIZE].tobytes()), len(known))
-            chain.append(block)
-        most = (len(arrival.prompt) - 1) // BLOCK_SIZE
-        for block in chain[:most]:
-            uses.setdefault(block, deque()).append(number)
-        chains.append((chain, most))
-    cached: set[int] = set()
-    later: list[tuple[int, int]] = []  # -next use, block
-    num_hits = 0
-    for chain, most in chains:
-        hit = next((i for i, block in enumerate(chain[:most]) if block not in cached), most)
-        num_hits += hit
-        for i, block in enumerate(chain):
-            if i < most:
-                uses[block].popleft()
-            if uses.get(block):
-                cached.add(block)
-                heapq.heappush(later, (-uses[block][0], block))
-            else:
-                cached.discard(block)
-        while len(cached) > workload.num_workers * workload.num_blocks:
-            at, block = heapq.heappop(later)
-            if block in cached and uses[block][0] == -at:
-                cached.discard(block)
-    return num_hits * BLOCK_SIZE / sum(len(arrival.prompt) for arrival in workload.arrivals)
-
-
 CONFIG = SchedulerConfig(max_waiting=1 << 20, max_waiting_tokens=1 << 40, expected_output_tokens=32)
 
 
@@ -555,9 +504,6 @@ def main() -> None:
         print(f"{name}: {len(workload.arrivals)} requests", flush=True)
         results = compare(workload, args.policies.split(","))
         figures[name] = {**results}
-        if "ours" in results:
-            oracle = oracle_hits(workload)
-            figures[name] |= {"oracle": round(oracle, 4), "hit_of_oracle": round(results["ours"]["hit"] / oracle, 3)}
         if {"ours", "pooled", "least_requests"} <= results.keys():
             ours, least = results["ours"], results["least_requests"]
             figures[name]["hit_of_pooled"] = round(ours["hit"] / results["pooled"]["hit"], 3)

@@ -32,9 +32,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # quire-worker sets it too;
 import numpy as np
 
 from bench.machine import StealMeter, describe
-from bench.speculation import GREEDY, decode, decode_prompts
-from bench.worker import NUMBERS
+from bench.worker import GREEDY, NUMBERS
 from bench.workloads import QWEN3_06B, SMALL, make_model
+from step_protocol.messages import RowOpen, StepBatch
 from svc_common.memory import resident_bytes
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.kernels.machine import available_cores
@@ -42,6 +42,7 @@ from worker_svc.engine.model_runner import ModelRunner
 
 SHAPES = QWEN3_06B | {"vocab_size": 32768}
 MAKE_GGUF = Path(__file__).parent / "peers" / "make_gguf.py"
+PROMPT = np.arange(3, 35, dtype=np.uint32)
 
 
 def main() -> None:
@@ -56,7 +57,7 @@ def main() -> None:
         for name, folder in folders.items():
             runners[name], memory[name] = _load(folder, name, args)
         runs: dict[str, Callable[[], float]] = {
-            name: lambda runner=runner: decode(runner, 1, args.num_tokens)[1] for name, runner in runners.items()
+            name: lambda runner=runner: decode(runner, PROMPT, args.num_tokens) for name, runner in runners.items()
         }
         for target in args.gguf:
             runs["llama_" + target.suffixes[-2].strip(".")] = _llama(args, target)
@@ -69,6 +70,21 @@ def main() -> None:
     for name in runners:
         figures[name] |= {"first_ms": first_ms[name], "memory_mb": memory[name]}
     print(json.dumps({**describe(), "threads": args.threads, "steal_pct": meter.pct(), **figures}))
+
+
+def decode(runner: ModelRunner, prompt: np.ndarray, num_tokens: int) -> float:
+    """Greedy tokens per second of one row after its first token, as the scheduler asks for them."""
+    num_blocks = -(-(len(prompt) + num_tokens) // runner.info.block_size)
+    table, one = np.arange(num_blocks, dtype=np.uint32), np.ones(1, np.uint32)
+    runner.reset_rows()
+    opened = RowOpen(0, prompt, len(prompt), table, 0, GREEDY, 0)
+    samples, slots = np.ones(1, np.bool_), np.arange(len(prompt), dtype=np.uint32)
+    runner.execute(StepBatch(1, one * 0, one * len(prompt), one * 0, samples, slots, opens=[opened]))
+    started = time.perf_counter()
+    for step in range(num_tokens - 1):
+        position = one * (len(prompt) + step)
+        runner.execute(StepBatch(2 + step, one * 0, one, position, samples, position))
+    return (num_tokens - 1) / (time.perf_counter() - started)
 
 
 def _load(folder: Path, name: str, args: argparse.Namespace) -> tuple[ModelRunner, int]:
@@ -90,7 +106,7 @@ def _first_ms(runner: ModelRunner, args: argparse.Namespace) -> float:
     seconds = []
     for _ in range(1 + args.repeats):
         started = time.perf_counter()
-        decode_prompts(runner, [np.arange(1000, 1064, dtype=np.uint32)], 1, GREEDY)
+        decode(runner, np.arange(1000, 1064, dtype=np.uint32), 1)
         seconds.append(time.perf_counter() - started)
     return round(1000 * min(seconds), 2)
 

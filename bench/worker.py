@@ -2,7 +2,6 @@
 
     python bench/worker.py                    # w1, w2, w3 in float32, bfloat16 and int8; about five minutes
     python bench/worker.py --workloads w1 --numbers bfloat16
-    python bench/worker.py --numbers bfloat16 --speculation    # drafts of which a share is right
 
 The same run measures the speed of one large product per number type, and the speed of reading memory. `of_limit` is
 the least possible time for the linear layers of the workload's steps (for each step the longer of multiplying and
@@ -30,7 +29,6 @@ import numpy as np
 import torch
 
 from bench.machine import Figures, describe, quiet
-from bench.speculation import GREEDY, measure_speculation
 from bench.workloads import WORKLOADS, Request, Workload, make_model
 from request_fields.fields import SamplingParams
 from step_protocol.columns import EMPTY
@@ -41,6 +39,7 @@ from worker_svc.engine.kernels.machine import available_cores
 from worker_svc.engine.model_runner import ModelRunner
 
 NUMBERS = {"float32": ("float32", None), "bfloat16": ("bfloat16", None), "int8": ("bfloat16", "int8")}
+GREEDY = SamplingParams(0.0, 0, 1.0, 0.0, 1)
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 LIMIT_SHAPE = (512, 4096, 1024)  # rows, outputs, inputs of the product whose speed is the limit
 
@@ -231,21 +230,6 @@ def measure(name: str, args: argparse.Namespace, limits: Limits) -> dict[str, An
     return figures
 
 
-def measure_drafts(number: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Drafts in one row and in many."""
-    dtype, quantize = NUMBERS[number]
-    workload, most_rows = WORKLOADS["w2"](), max(args.rows)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = make_model(Path(scratch), workload.model)
-        sizes = {"num_blocks": 16 * most_rows, "max_num_seqs": most_rows, "max_model_len": 256}
-        runner = ModelRunner(EngineConfig(folder, dtype, quantize=quantize, threads=args.threads, **sizes))
-    figures = dict[str, Any]()
-    for num_rows in args.rows:
-        num_tokens = 120 if num_rows == 1 else 48
-        figures |= measure_speculation(runner, num_rows, num_tokens, args.repeats, number)
-    return figures
-
-
 def _choices(allowed: Any) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         chosen = text.split(",")
@@ -265,13 +249,7 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=1024, help="per step (default 1024)")
     parser.add_argument("--determinism", choices=("exact", "best_effort"), default="exact")
     parser.add_argument("--repeats", type=int, default=3, help="number of runs; the fastest counts (default 3)")
-    parser.add_argument("--speculation", action="store_true", help="measure drafts, and nothing else")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="of --speculation (default 1 16 64)")
     args = parser.parse_args()
-    if args.speculation:
-        figures = {number: measure_drafts(number, args) for number in args.numbers}
-        print(json.dumps({**describe(), "threads": args.threads, "speculation": figures}))
-        return
     limits = measure_limits(args.numbers, args.threads)
     figures = {name: measure(name, args, limits) for name in args.workloads}
     print(

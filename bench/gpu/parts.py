@@ -1,7 +1,7 @@
 """The sections of the benchmark in the order in which they run, the most informative first.
 
 Part 1 compiles, checks results and bits, and measures the engine. Part 2 measures the goals. Part 3 measures other
-settings, part 4 other models and uses, part 5 other libraries. Speed is measured only with kernels that pass their
+settings, part 4 other models and uses, part 5 other engines. Speed is measured only with kernels that pass their
 checks.
 """
 
@@ -35,7 +35,6 @@ PARTS: dict[int, tuple[Section, ...]] = {
         _speed("decode_steps", 60.0, "bench.gpu.model:decode_steps"),
         _speed("in_process", 140.0, "bench.gpu.serving:in_process"),
         _speed("through_grpc", 120.0, "bench.gpu.serving:through_grpc"),
-        _speed("profile", 60.0, "bench.gpu.kernel_times:profile"),
         Section("races", 120.0, "bench.gpu.sanitize:few_kernels"),
     ),
     3: (
@@ -50,15 +49,13 @@ PARTS: dict[int, tuple[Section, ...]] = {
     4: (
         _speed("filtered_through_grpc", 110.0, "bench.gpu.serving:filtered_through_grpc"),
         _speed("other_caches", 35.0, "bench.gpu.kernels:other_caches"),
-        Section("extras", 45.0, "bench.gpu.extras:extras"),
-        Section("blocks", 45.0, "bench.gpu.extras:blocks"),
+        Section("blocks", 45.0, "bench.gpu.blocks:blocks"),
         _speed("experts", 60.0, "bench.gpu.other_models:experts"),
         _speed("int4_weights", 50.0, "bench.gpu.other_models:int4_weights"),
         _speed("adapters", 60.0, "bench.gpu.adapters:adapters"),
     ),
     5: (
         Section("peers", 170.0, "bench.gpu.peers:build"),
-        _speed("libraries", 40.0, "bench.gpu.libraries:libraries"),
         _speed("nano_vllm", 80.0, "bench.gpu.peers:nano_vllm_workload"),
         _speed("vllm", 130.0, "bench.gpu.peers:vllm_workload"),
         _speed("ranks", 90.0, "bench.gpu.other_models:ranks"),

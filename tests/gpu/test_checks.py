@@ -56,7 +56,6 @@ GATED = replace(EXACT, model=parse_config(MOE | {
     "architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 40,
 }))  # fmt: skip
 FP8 = replace(EXACT, dtype=torch.float16, determinism="best_effort", has_scaled_cache=True)
-BIASED = replace(EXACT, model=parse_config(CONFIG | {"architectures": ["LlamaForCausalLM"]}), block_size=1)
 
 
 def paged_attention_cases(setup):
@@ -93,25 +92,6 @@ GEMMA2 = replace(EXACT, model=parse_config(CONFIG | {
     "architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 2, "sliding_window": 150, "hidden_activation": "gelu",
     "attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0, "query_pre_attn_scalar": 30,
 }))  # fmt: skip
-GPT2 = replace(EXACT, model=parse_config({
-    "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_inner": 40, "n_layer": 1, "n_head": 4, "vocab_size": 97,
-    "n_positions": 700, "activation_function": "gelu_new",
-}))  # fmt: skip
-OF_LAYERS = [
-    layers.linear_cases, layers.norm_cases, layers.rope_store_cases, layers.activation_cases, layers.soft_cap_cases,
-    paged_attention_cases,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "setup",
-    [GEMMA2, replace(GEMMA2, determinism="best_effort"), GPT2, GPT_OSS, replace(GPT_OSS, determinism="best_effort")],
-    ids=["gemma2", "gemma2 best effort", "gpt2", "gpt-oss", "gpt-oss best effort"],
-)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding lines of attention may see no key
-def test_correct_kernels_of_other_decoders_pass(setup):
-    for cases in OF_LAYERS:
-        check(cases, setup)
 
 
 @pytest.mark.parametrize("determinism", ["exact", "best_effort"])
@@ -122,11 +102,6 @@ def test_a_window_that_is_one_token_too_wide_fails(plant_mutant, determinism):
         check(paged_attention_cases, replace(GEMMA2, determinism=determinism))
 
 
-@pytest.mark.parametrize("cases", [layers.linear_cases, layers.rope_store_cases, steps.prepare_cases])
-def test_correct_kernels_pass_with_bias_without_qk_norm_and_with_blocks_of_one_token(cases):
-    check(cases, BIASED)
-
-
 def names(faults):
     """Test ids: the check and the place of the fault."""
     return [f"{cases.__name__}-{old}" for cases, *_, old, _ in faults]
@@ -134,14 +109,9 @@ def names(faults):
 
 ONE_WRONG_ELEMENT = [
     (layers.linear_cases, EXACT, linear, "total.to(out", "tl.where((row == 64) & (column == 3), 0.0, total).to(out"),
-    (layers.linear_cases, BIASED, linear, "mask=column < N, other=0.0).to(", "mask=column < N - 1, other=0.0).to("),
     (
         layers.norm_cases, EXACT, norm, "to(tl.float32) * weight",
         "to(tl.float32) * tl.where(tl.cumsum(weight * 0 + 1, 0) == 71, 1.0, weight)",
-    ),
-    (
-        layers.norm_cases, EXACT, norm, "residual.to(tl.float32)",
-        "tl.where(column == 71, 0.0, residual.to(tl.float32))",
     ),
     (
         layers.activation_cases, EXACT, activation, "gated_of(gate, up, KIND).to(",
@@ -150,19 +120,6 @@ ONE_WRONG_ELEMENT = [
     (
         layers.rope_store_cases, EXACT, rope_store, "tl.store(target + left, turned_a,",
         "tl.store(target + left, tl.where((token == 1) & (head == 2) & (column == 5), a, turned_a),",
-    ),
-    (
-        layers.rope_store_cases, EXACT, rope_store, "b_weight = tl.where(head < HQ,",
-        "b_weight = tl.where((head < HQ) | ((head == HQ) & (column == 7)),",
-    ),
-    (
-        layers.rope_store_cases, FP8, rope_store, "first = round_e4m3(first.to(tl.float32)",
-        "first = round_e4m3(tl.where((token == 2) & (column == 0), 0.0, first.to(tl.float32))",
-    ),
-    (layers.rope_store_cases, FP8, rope_store, "if slot >= 0:", "if slot >= -1:"),
-    (
-        layers.rope_store_cases, EXACT, rope_store, "tl.store(values + right, second, mask=is_v)",
-        "tl.store(values + right + (token == 2) * HKV * D, second, mask=is_v)",
     ),
     (
         weights.fp8_cases, EXACT, scaled_linear, "round_e4m3(x * inverse[:, None])",
@@ -176,43 +133,24 @@ ONE_WRONG_ELEMENT = [
     (weights.int8_cases, EXACT, int8_linear, "- 12582912.0", "- tl.where(column == 71, 12582911.0, 12582912.0)"),
     (weights.int8_cases, EXACT, linear, "if BIAS:", "total = tl.where(column == 131, 0.0, total)\n    if BIAS:"),
     (weights.int4_cases, EXACT, int4_linear, "if BIAS:", "total = tl.where(column == 79, 0.0, total)\n    if BIAS:"),
-    (weights.int4_cases, FP8, int4_linear, "weight.to(out_ptr", "(weight * (tile < 2)).to(out_ptr"),
-    (weights.int4_cases, EXACT, int4_linear, "(words >> 20) & 15", "(words >> 20) & 7"),
     (
         experts.expert_cases, EXPERTS, route, 'left = tl.where(expert == best, float("-inf"), left)',
         'left = tl.where(expert <= best, float("-inf"), left)',
     ),
-    (experts.expert_cases, SCORED, route, "(expert // SIZE == best)", "(expert // SIZE != best)"),
-    (experts.expert_cases, SCORED, route, "scores / total + tl.load", "scores / total - tl.load"),
     (experts.expert_cases, SCORED, expert_linear, "        total += term\n", "        total -= term\n"),
-    (experts.expert_cases, GATED, expert_linear, "* (GATE + 1) + GATE", "* (GATE + 1)"),
-    (experts.expert_cases, EXPERTS, route, "place += tl.sum(is_mine, 0)", "place += 0"),
-    (
-        experts.expert_cases, EXPERTS, expert_linear, "gated_of(total, up_total, KIND)",
-        "gated_of(total, tl.where(column == 79, 0.0, up_total), KIND)",
-    ),
-    (experts.expert_cases, GPT_OSS, expert_linear, "tl.load(bias_ptrs + N", "tl.load(bias_ptrs"),
-    (layers.activation_cases, GPT_OSS, activation, "up < -7.0, -7.0, up", "up < -6.0, -6.0, up"),
     (paged_attention_cases, GPT_OSS, attention, "sink_ptr + head, is_line", "sink_ptr + 0 * head, is_line"),
-    (paged_attention_cases, GPT_OSS, attention, "sink_ptr + head, line < G", "sink_ptr + 0 * head, line < G"),
     (
         adapters.adapter_cases, EXACT, low_rank, "(y.to(tl.float32) + total)",
         "(y.to(tl.float32) + tl.where(column == 131, 0.0, total))",
     ),
-    (adapters.adapter_cases, FP8, low_rank, "inner.to(b.dtype)", "(inner * (start == 0)).to(b.dtype)"),
     (steps.deltas_cases, EXACT, record, "index, value,", "index, value + (item == 299),"),
     (steps.prepare_cases, EXACT, prepare, "position = context + token - first", "position = context + token // 4 * 4"),
-    (steps.prepare_cases, EXACT, prepare, "token * 0 - 1", "token * 0 - (token != 7).to(tl.int32)"),
     (sampling.banned_cases, EXACT, banned, "(id < vocab_size)", "(id < vocab_size - 1)"),
     (sampling.processed_cases, EXACT, process, "(x - frequency * num_output.to(", "(x + frequency * num_output.to("),
-    (sampling.processed_cases, EXACT, process, "tl.div_rn(x, repetition)", "x * repetition"),
-    (sampling.processed_cases, FP8, process, "tl.atomic_add(count, 1,", "tl.atomic_add(count, 2,"),
-    (sampling.processed_cases, EXACT, process, "before + item) % RECENT", "before + item + 1) % RECENT"),
     (
         sampling.greedy_cases, EXACT, sample, "tl.store(token_ptr + sample, token)",
         "tl.store(token_ptr + sample, token + (sample == 1).to(tl.int32))",
     ),
-    (sampling.greedy_cases, EXACT, sample, "(score != score) | (score", "(score == score - 1) | (score"),
     (
         sampling.noise_cases, EXACT, sample, "tl.load(state + SEED_HIGH), tl.load(position_ptr + sample),",
         "tl.load(state + SEED_HIGH), tl.load(position_ptr + sample) + (sample == 1).to(tl.int32),",
@@ -220,15 +158,6 @@ ONE_WRONG_ELEMENT = [
     (
         sampling.filtered_cases, FP8, candidates, "    tl.store(lowest_ptr + sample, lowest)\n\n\nclass",
         "    tl.store(lowest_ptr + sample, lowest + (sample == 1).to(tl.float32) * 1e-6)\n\n\nclass",
-    ),
-    (
-        paged_attention_cases, FP8, attention, "result = acc / total[:, None] * scale",
-        "is_wrong = (head == 1)[:, None] & (column == 5)[None, :] & (num_splits > 1)\n"
-        "    result = tl.where(is_wrong, 0.0, acc / total[:, None] * scale)",
-    ),
-    (
-        paged_attention_cases, EXACT, attention, "<= query_position[:, None]",
-        "<= tl.where(query_position == 262, 261, query_position)[:, None]",
     ),
 ]  # fmt: skip
 
@@ -288,14 +217,6 @@ def test_the_error_names_kernel_inputs_and_difference():
 def test_nan_is_never_correct():
     with pytest.raises(CheckError, match=r"is inf at \[0, 1\] \(got nan, expected 2,"):
         verify(case_of(lambda *_: {"output": torch.tensor([[1, torch.nan]])}, [[1.0, 2.0]]), is_exact=False)
-
-
-def test_a_kernel_that_does_not_run_fails():
-    def run(first, last):
-        raise RuntimeError("out of resource: shared memory")
-
-    with pytest.raises(CheckError, match=r"twice does not run .*: out of resource"):
-        verify(case_of(run, [[1.0]]), is_exact=False)
 
 
 def test_ranks_check_their_parts_of_the_vocabulary():

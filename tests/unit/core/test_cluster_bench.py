@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from bench.cluster import BLOCK_SIZE, WORKLOADS, Arrival, Workload, compare, mix, oracle_hits, templates
+from bench.cluster import BLOCK_SIZE, WORKLOADS, compare, mix, templates
 
 
 def test_what_is_cached_is_found_more_often_than_by_a_router_in_front() -> None:
@@ -33,13 +32,3 @@ def test_workloads_are_the_same_each_time_and_in_order() -> None:
         assert times == sorted(times)
         longest = max(len(a.prompt) + len(a.output) for a in first.arrivals)
         assert longest < first.num_blocks * BLOCK_SIZE, "every request must fit on one worker"
-
-
-def test_the_oracle_keeps_what_is_used_first() -> None:
-    one, two, three = (np.arange(i, i + 2 * BLOCK_SIZE + 1, dtype=np.uint32) for i in (0, 1000, 2000))
-    answer = np.array([7], np.uint32)
-    arrivals = [Arrival(float(i), prompt, answer) for i, prompt in enumerate((one, two, three, one, two, three))]
-    size = 6 * (2 * BLOCK_SIZE + 1)
-    assert oracle_hits(Workload(arrivals, 6, num_workers=1)) == 6 * BLOCK_SIZE / size
-    assert oracle_hits(Workload(arrivals, 4, num_workers=1)) == 4 * BLOCK_SIZE / size, "LRU would hit nothing"
-    assert oracle_hits(Workload(arrivals, 2, num_workers=2)) == 4 * BLOCK_SIZE / size
