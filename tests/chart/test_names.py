@@ -11,7 +11,9 @@ import pytest
 from helm_python.chart import Chart
 
 from tests.chart.chart import CHART, VERSIONS, Objects, Values, render, validate
-from tests.chart.test_values import DASHBOARD, OUTSIDE, ROUTE, RULES, merged
+from tests.chart.test_values import NEEDED, merged
+
+OUTSIDE = {"to": [{"ipBlock": {"cidr": "203.0.113.0/24"}}]}
 
 LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 PLAIN, PLAIN_TEXT = "plain", "any text"
@@ -74,7 +76,7 @@ def named(word: str, text: str) -> Objects:
         "metrics": {"serviceMonitor": {"enabled": True, "labels": {"own": word}}},
         "networkPolicy": {"enabled": True, "egress": {"enabled": True, "extra": [OUTSIDE]}},
     }
-    for more in (ROUTE, RULES, DASHBOARD):
+    for more in (NEEDED["ROUTE"], NEEDED["RULES"], NEEDED["DASHBOARD"]):
         values = merged(values, more)
     return render(values, name=word, namespace=word)
 

@@ -9,7 +9,7 @@ import pytest
 
 from svc_common.config import parse
 from tests.chart.chart import Manifest, Objects, Values, render, templates_of, validate
-from tests.chart.test_values import EGRESS, SCALED, merged
+from tests.chart.test_values import NEEDED, merged
 from worker_svc.flags import check_node_flags, engine_config, make_parser
 
 # Variables that LeaderWorkerSet's webhook adds to containers, and arguments that the kubelet adds.
@@ -23,7 +23,7 @@ def values(**pool: Any) -> Values:
 
 @functools.cache
 def objects() -> Objects:
-    return render(merged(values(replicas=3), EGRESS))
+    return render(merged(values(replicas=3), NEEDED["EGRESS"]))
 
 
 def large() -> Manifest:
@@ -87,11 +87,11 @@ def test_nodes_of_a_pool_may_connect_to_each_other_and_no_others_to_them() -> No
     assert policy["policyTypes"] == ["Ingress", "Egress"]
     peers = [{"podSelector": {"matchLabels": labels}}]
     assert (policy["ingress"], policy["egress"]) == ([{"from": peers}], [{"to": peers}])
-    assert not [p for p in render(EGRESS).all("NetworkPolicy") if p["metadata"]["name"].endswith("-nodes")]
+    assert not [p for p in render(NEEDED["EGRESS"]).all("NetworkPolicy") if p["metadata"]["name"].endswith("-nodes")]
 
 
 def test_keda_scales_groups_and_a_budget_covers_all_pods() -> None:
-    scaled = render(merged(values(), SCALED))
+    scaled = render(merged(values(), NEEDED["SCALED"]))
     target = scaled.get("ScaledObject", "worker-big")["spec"]["scaleTargetRef"]
     name = scaled.get("LeaderWorkerSet", "worker-big")["metadata"]["name"]
     assert target == {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet", "name": name}

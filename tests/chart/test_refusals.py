@@ -8,7 +8,11 @@ import pytest
 from helm_python.errors import HelmError
 
 from tests.chart.chart import Values, render
-from tests.chart.test_values import ADMIN, EGRESS, ENV, IMAGE, ISSUER, JWT, KEYS, MONITOR, PER_POD, SOURCE, merged
+from tests.chart.test_values import NEEDED, merged
+
+ENV = {"name": "A", "value": "b"}
+IMAGE = f"reg/m@sha256:{'b' * 64}"
+SOURCE = f"hf://o/m@{'a' * 40}"
 
 
 def models(*entries: dict[str, Any]) -> Values:
@@ -99,7 +103,7 @@ COMBINATIONS = [
     ({"ports": {"nodes": 50061}}, "ports.nodes and ports.worker are both 50061"),
     ({"ports": {"nodes": 9090}}, "ports.nodes is 9090, the same as ports.metrics"),
     (
-        pools({"gpuCount": 1, "nodesPerWorker": 2}) | PER_POD,
+        pools({"gpuCount": 1, "nodesPerWorker": 2}) | NEEDED["PER_POD"],
         "has storage.claimSize, a volume per pod of a StatefulSet: use storage.existingClaim",
     ),
     (
@@ -176,33 +180,39 @@ COMBINATIONS = [
     ),
     ({"trust": {"mode": "tls", "certManager": {"enabled": True}}}, "set trust.certManager.issuerRef.name"),
     (
-        merged(ISSUER, {"trust": {"tls": {"existingSecrets": {"gateway": "g"}}}}),
+        merged(NEEDED["ISSUER"], {"trust": {"tls": {"existingSecrets": {"gateway": "g"}}}}),
         "trust.tls.existingSecrets.gateway is set, but trust.certManager creates all certificates",
     ),
     (
-        merged(ISSUER, {"trust": {"tls": {"name": "spiffe://a.b/{role}"}}}),
+        merged(NEEDED["ISSUER"], {"trust": {"tls": {"name": "spiffe://a.b/{role}"}}}),
         "set a DNS name such as {role}.quire.svc",
     ),
     ({"gateway": {"admin": {"enabled": True}}}, "set gateway.admin.existingSecret"),
     ({"gateway": {"admin": {"existingSecret": "s"}}}, "the admin port is off: set gateway.admin.enabled"),
     (
-        merged(ADMIN, {"gateway": {"admin": {"port": 50051}}}),
+        merged(NEEDED["ADMIN"], {"gateway": {"admin": {"port": 50051}}}),
         "gateway.admin.port is 50051, the same as ports.gateway: set different ports",
     ),
     (
-        merged(ADMIN, {"gateway": {"admin": {"port": 8000}, "http": {"enabled": True}}}),
+        merged(NEEDED["ADMIN"], {"gateway": {"admin": {"port": 8000}, "http": {"enabled": True}}}),
         "gateway.admin.port is 8000, the same as gateway.http.port",
     ),
     ({"networkPolicy": {"enabled": True, "adminClients": [{}]}}, "set gateway.admin.enabled and networkPolicy.enabled"),
     (
-        merged(KEYS, {"gateway": {"keyLimits": {"toml": "[default]", "existingConfigMap": "c"}}}),
+        merged(NEEDED["KEYS"], {"gateway": {"keyLimits": {"toml": "[default]", "existingConfigMap": "c"}}}),
         "gateway.keyLimits.toml and gateway.keyLimits.existingConfigMap are both set",
     ),
     ({"gateway": {"jwt": {"scope": "s"}}}, "set gateway.jwt.issuer too"),
     ({"gateway": {"jwt": {"issuer": "i"}}}, "set gateway.jwt.audiences, such as [quire]"),
     ({"gateway": {"jwt": {"issuer": "i", "audiences": ["a"]}}}, "set one of gateway.jwt.jwksUrl and gateway.jwt"),
-    (merged(JWT, {"gateway": {"jwt": {"existingConfigMap": "c"}}}), "set one of gateway.jwt.jwksUrl and gateway.jwt"),
-    ({"gateway": {"jwt": JWT["gateway"]["jwt"]}}, "helm test has no token: set gateway.apiKeys.existingSecret"),
+    (
+        merged(NEEDED["JWT"], {"gateway": {"jwt": {"existingConfigMap": "c"}}}),
+        "set one of gateway.jwt.jwksUrl and gateway.jwt",
+    ),
+    (
+        {"gateway": {"jwt": NEEDED["JWT"]["gateway"]["jwt"]}},
+        "helm test has no token: set gateway.apiKeys.existingSecret",
+    ),
     ({"gateway": {"isolation": "tenant"}}, "set gateway.apiKeys.existingSecret too"),
     ({"gateway": {"keyLimits": {"toml": "[default]"}}}, "set gateway.apiKeys.existingSecret too"),
     (
@@ -221,7 +231,7 @@ COMBINATIONS = [
     ),
     ({"workerDefaults": {"podLabels": {"quire/model": "m"}}}, "podLabels sets the label quire/model, which"),
     (
-        merged(MONITOR, {"metrics": {"serviceMonitor": {"labels": {"app.kubernetes.io/instance": "x"}}}}),
+        merged(NEEDED["MONITOR"], {"metrics": {"serviceMonitor": {"labels": {"app.kubernetes.io/instance": "x"}}}}),
         "use another label",
     ),
     (
@@ -290,7 +300,7 @@ COMBINATIONS = [
         "so nodes could never be drained: set it to 1 or more",
     ),
     (
-        merged(EGRESS, {"tracing": {"otlpEndpoint": "http://o:1"}}),
+        merged(NEEDED["EGRESS"], {"tracing": {"otlpEndpoint": "http://o:1"}}),
         "networkPolicy.egress blocks the export of traces",
     ),
     (

@@ -22,7 +22,9 @@ from helm_python import chart as helm
 from gateway_svc.foreign.services import ENGINES
 from gateway_svc.process.ports import SERVICE_NAMES
 from tests.chart.chart import CHART, NAMESPACE, SCENARIOS, VERSIONS, Objects, read_values, render, validate
-from tests.chart.test_values import EGRESS, INGRESS, ROUTE, SOURCE, merged
+from tests.chart.test_values import NEEDED, merged
+
+SOURCE = f"hf://o/m@{'a' * 40}"
 
 every_scenario = pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem.removesuffix("-values"))
 
@@ -291,7 +293,7 @@ def test_an_existing_claim_is_read_only_unless_a_download_fills_it() -> None:
 
 
 def test_egress_policies_match_ingress_policies() -> None:
-    objects = render(merged(read_values(CHART / "ci" / "hardened-values.yaml"), EGRESS))
+    objects = render(merged(read_values(CHART / "ci" / "hardened-values.yaml"), NEEDED["EGRESS"]))
     pods = {
         pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod["metadata"]["labels"] for _, pod in objects.pods()
     }
@@ -323,7 +325,7 @@ def may_leave(objects: Objects, source: dict[str, str], to: dict[str, str]) -> b
 
 
 def test_external_routes_exclude_admin_calls() -> None:
-    objects = render(merged(INGRESS, ROUTE))
+    objects = render(merged(NEEDED["INGRESS"], NEEDED["ROUTE"]))
     (rule,) = objects.get("GRPCRoute", "gateway")["spec"]["rules"]
     routed = {match["method"]["service"] for match in rule["matches"]}
     paths = objects.get("Ingress", "gateway")["spec"]["rules"][0]["http"]["paths"]
@@ -372,7 +374,7 @@ def test_notes_show_how_to_connect() -> None:
     assert "port-forward service/r-quire-gateway 50051:50051" in notes
     assert "Set networkPolicy.enabled" in notes
     assert "networkPolicy" not in render({"networkPolicy": {"enabled": True}}).notes
-    assert "--tls --target llm.example.com:443" in render(INGRESS).notes
+    assert "--tls --target llm.example.com:443" in render(NEEDED["INGRESS"]).notes
     hardened = render(read_values(CHART / "ci" / "hardened-values.yaml")).notes
     assert r"get secret quire-test-client --output 'jsonpath={.data.ca\.crt}'" in hardened
     assert "export QUIRE_TLS=1 QUIRE_TLS_SERVER_NAME=r-quire-gateway.team.svc.cluster.local" in hardened

@@ -13,7 +13,9 @@ import pytest
 
 from svc_common.security.trust import ROLES, Tokens
 from tests.chart.chart import ROOT, Objects, Values, dig, render, render_upgrade
-from tests.chart.test_values import ADMIN, EMPTY, ISSUER, KEYS, LIMITS, TRUST_TLS, merged
+from tests.chart.test_values import NEEDED, merged
+
+LIMITS = "[default]\nmax_streams = 5\n"
 
 CALLERS: dict[str, set[str]] = {"gateway": set(), "scheduler": {"gateway", "worker"}, "worker": {"scheduler"}}
 
@@ -87,10 +89,15 @@ def test_the_commands_of_the_guide_create_the_same_files(tmp_path: Path) -> None
     check({role: (tmp_path / "tokens" / role).read_text() for role in ROLES}, tmp_path)
 
 
-@pytest.mark.parametrize("values", [{}, {"trust": {"existingSecret": "s"}}, TRUST_TLS], ids=["generated", "own", "tls"])
+@pytest.mark.parametrize(
+    "values", [{}, {"trust": {"existingSecret": "s"}}, NEEDED["TRUST_TLS"]], ids=["generated", "own", "tls"]
+)
 def test_changed_files_reach_the_services_and_only_them(values: Values) -> None:
     """The kubelet updates mounted folders, but no file mounted by subPath. A download gets no token."""
-    owners = merged(values, EMPTY | merged(ADMIN, merged(KEYS, {"gateway": {"keyLimits": {"toml": LIMITS}}})))
+    owners = merged(
+        values,
+        NEEDED["EMPTY"] | merged(NEEDED["ADMIN"], merged(NEEDED["KEYS"], {"gateway": {"keyLimits": {"toml": LIMITS}}})),
+    )
     for owner, pod in render(owners).pods():
         spec = pod["spec"]
         mounts = [mount for container in spec["containers"] for mount in container.get("volumeMounts", [])]
@@ -106,14 +113,14 @@ def has_trust(container: dict[str, Any]) -> bool:
 
 
 def test_a_certificate_serves_and_calls_with_the_name_of_its_role() -> None:
-    for manifest, role in zip(render(ISSUER).all("Certificate"), ROLES, strict=True):
+    for manifest, role in zip(render(NEEDED["ISSUER"]).all("Certificate"), ROLES, strict=True):
         assert manifest["spec"]["dnsNames"] == [f"quire-{role}"]
         assert {"server auth", "client auth"} <= set(manifest["spec"]["usages"])
 
 
 def test_the_admin_port_is_never_published() -> None:
     public = {"service": {"type": "LoadBalancer"}, "ingress": {"enabled": True, "hosts": ["a.b"]}}
-    objects = render(merged(ADMIN, {"gateway": public}))
+    objects = render(merged(NEEDED["ADMIN"], {"gateway": public}))
     assert dig(objects.get("Service", "gateway-admin"), "spec.type") == "ClusterIP"
     assert [port["name"] for port in objects.get("Service", "gateway")["spec"]["ports"]] == ["grpc"]
     for ingress in objects.all("Ingress"):
@@ -124,4 +131,4 @@ def test_notes_say_how_the_services_authenticate_each_other() -> None:
     assert "set trust.existingSecret there" in render().notes
     assert "trust.existingSecret" not in render({"trust": {"existingSecret": "s"}}).notes
     assert "trust.mode to tokens or tls" in render({"trust": {"mode": "none"}}).notes
-    assert "port-forward service/r-quire-gateway-admin 50055:50055" in render(ADMIN).notes
+    assert "port-forward service/r-quire-gateway-admin 50055:50055" in render(NEEDED["ADMIN"]).notes
