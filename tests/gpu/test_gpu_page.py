@@ -109,13 +109,3 @@ def test_figures_and_words_match_the_code() -> None:
     assert all(f"\n{name} = [" in extras for name in re.findall(r"'\.\[(\w+)\]'", PAGE))
     defaults = yaml.safe_load((ROOT / "deploy/k8s/quire/values.yaml").read_text())["workerDefaults"]
     assert {"gpuCount", "shmSize"} <= set(defaults)
-
-
-def test_links_resolve() -> None:
-    headings = {
-        re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in re.findall(r"^#+ (.*)", PAGE, re.M)
-    }
-    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
-        name, _, anchor = target.partition("#")
-        assert (ROOT / "docs" / name).exists(), target
-        assert name or anchor in headings, target

@@ -16,7 +16,7 @@ from tests.unit.engine.models import make_model
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.gpu import compute, loading
 from worker_svc.engine.gpu.collectives.group import Group
-from worker_svc.engine.gpu.compute import mixed_sizes, rare_sizes
+from worker_svc.engine.gpu.compute import mixed_sizes
 from worker_svc.engine.gpu.kernels import forms
 from worker_svc.engine.gpu.step import graphs
 from worker_svc.engine.gpu.step.graphs import CudaRecorder, GraphError, Graphs
@@ -127,28 +127,6 @@ def test_recording_at_start_up_stops_at_its_memory_limit(caplog):
     assert not made.replay(bucket(1))
 
 
-def test_short_decode_steps_are_recorded_first_after_the_largest(folder, recorder):
-    """Memory that does not suffice for all graphs then costs those that gain least."""
-    order = load(folder, cuda_graphs="off", cuda_graph_tokens=40)._compute.buckets()
-    sizes = [(bucket.is_decode, bucket.tokens) for bucket in order if not bucket.is_filtered]
-    assert sizes == [(True, 5), (True, 1), (True, 2), (True, 4), (False, 40), (False, 16), (False, 24), (False, 32)]
-    assert [bucket.is_filtered for bucket in order] == [False, True] * len(sizes)
-
-
-@pytest.mark.parametrize(("taken", "reserved", "expected"), [
-    (30, 20, 30), (20, 20, 20), (0, 20, 20), (-500, 0, 0), (5 << 30, 20, 20 + graphs.MAX_DRIVER_BYTES),
-])  # fmt: skip
-def test_memory_of_other_processes_is_not_counted_as_that_of_a_graph(taken, reserved, expected):
-    assert graphs.bytes_of_graph(taken, reserved) == expected
-
-
-def test_recording_at_start_up_stops_at_its_time_limit(monkeypatch):
-    monkeypatch.setattr(graphs, "MAX_RECORDING_S", 0.0)
-    _, made = make_graphs(FakeRecorder(), 1)
-    made.record_at_start(lambda part: None)
-    assert len(made) == 0
-
-
 class Failing(FakeRecorder):
     """The nth recordings fail."""
 
@@ -222,11 +200,6 @@ def test_a_rare_graph_of_a_worker_that_is_never_idle_is_recorded_at_last(monkeyp
     for expected in (0, 0, 1, 1):
         made.record_after(RARE)
         assert len(made) == expected
-
-
-def test_rare_steps_are_padded_to_powers_of_two():
-    assert rare_sizes([1, 2, 4, 8, 16, 24, 32, 40, 100]) == [1, 2, 4, 8, 16, 32, 100]
-    assert rare_sizes([]) == []
 
 
 def test_ranks_agree_on_what_is_recorded():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +12,6 @@ from torch.distributed import _symmetric_memory
 
 from tests.gpu.fake_symmetric_memory import FakeMemory, in_order
 from tests.gpu.ranks import Meeting, Rank
-from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.gpu.collectives import shared_sum
 from worker_svc.engine.gpu.collectives.group import CPU, Group
 from worker_svc.engine.gpu.collectives.shared_sum import (
     TWO_SHOT_BYTES,
@@ -23,10 +19,8 @@ from worker_svc.engine.gpu.collectives.shared_sum import (
     SharedMemorySum,
     choose_method,
     difference,
-    share_sums,
 )
 
-CONFIG = EngineConfig(Path(), backend="cuda", tensor_parallel_size=2)
 KIB = 1024
 
 
@@ -193,71 +187,6 @@ def device(monkeypatch):
         torch._C._distributed_c10d, "_detect_dma_connectivity", lambda kind, link: SimpleNamespace(matrix=found.links)
     )
     return found
-
-
-def share(monkeypatch, config, **options):
-    """Calls share_sums on two ranks; the groups."""
-    memories = {}  # by thread
-
-    def make(*rest):
-        memory = memories[threading.get_ident()]
-        return SharedMemorySum(memory, memory, *rest[2:])
-
-    def work(rank, group, memory):
-        memories[threading.get_ident()] = memory
-        share_sums(config, group, "0", CPU)
-        return group
-
-    monkeypatch.setattr(shared_sum, "SharedMemorySum", make)
-    return on_all_ranks(2, work, **options)[0]
-
-
-def test_ranks_with_nvlink_share_memory(monkeypatch, device):
-    groups = share(monkeypatch, replace(CONFIG, determinism="best_effort"), has_multicast=True)
-    assert [group.shared_sum.has_multimem for group in groups] == [True, True]
-
-
-def test_exact_mode_does_not_use_the_switch(monkeypatch, device):
-    groups = share(monkeypatch, CONFIG, has_multicast=True)
-    assert [group.shared_sum.has_multimem for group in groups] == [False, False]
-
-
-@pytest.mark.parametrize(
-    ("settings", "changes", "reason"),
-    [
-        ({}, {"capability": (7, 5)}, "compute capability is below 8.0"),
-        ({}, {"links": [[0, 0], [0, 0]]}, "GPUs 1 and 0 have no NVLink"),
-        ({}, {"links": None}, "NVLink cannot be detected"),
-        ({"tensor_parallel_size": 4, "nnodes": 2}, {}, "the ranks are on several hosts"),
-        ({"tensor_parallel_size": 6}, {}, "tensor_parallel_size 6 is none of 2, 4, 8"),
-    ],
-)
-def test_the_reason_for_nccl_is_logged(monkeypatch, device, caplog, settings, changes, reason):
-    if changes.get("links", ()) is None:
-        monkeypatch.delattr(torch._C._distributed_c10d, "_detect_dma_connectivity")
-    vars(device).update(changes)
-    caplog.set_level("INFO")
-    groups = share(monkeypatch, replace(CONFIG, **settings))
-    assert [group.shared_sum for group in groups] == [None, None]
-    assert f"NCCL adds up all messages: {reason}" in caplog.text
-
-
-def test_a_failed_check_is_a_reason_for_nccl(monkeypatch, device, caplog):
-    caplog.set_level("INFO")
-    monkeypatch.setattr(shared_sum, "difference", lambda *args: "one shot is wrong")
-    assert [group.shared_sum for group in share(monkeypatch, CONFIG)] == [None, None]
-    assert "NCCL adds up all messages: one shot is wrong" in caplog.text
-
-
-def test_memory_that_cannot_be_shared_is_a_reason_for_nccl(monkeypatch, device, caplog):
-    caplog.set_level("INFO")
-    monkeypatch.setattr(FakeMemory, "rendezvous", lambda *args: (_ for _ in ()).throw(RuntimeError("no fabric")))
-    assert [group.shared_sum for group in share(monkeypatch, CONFIG)] == [None, None]
-    assert "NCCL adds up all messages: torch symmetric memory: no fabric" in caplog.text
-
-
-def test_it_can_be_switched_off(monkeypatch, device):
-    assert [group.shared_sum for group in share(monkeypatch, replace(CONFIG, all_reduce="nccl"))] == [None, None]
 
 
 # -- the real interface ------------------------------------------------------------------------------------------------

@@ -29,14 +29,12 @@ from tests.unit.engine.test_engine_images import (
     run_scenes,
 )
 from tests.unit.engine.vision_models import TOWERS, load_vision_reference, make_vision_model
-from worker_svc.check_model import check_gpu
 from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.engines import load_runner
 from worker_svc.engine.gpu import loading, torch_layers
-from worker_svc.engine.gpu.start import setup
 from worker_svc.engine.gpu.torch_layers import TorchLayers
 from worker_svc.engine.vision.tower import VisionTower
 
@@ -141,13 +139,6 @@ def test_encoders_give_the_numbers_of_the_cpu_engine(tmp_path, kind):
             np.testing.assert_allclose(mine, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_the_kind_of_worker_names_torch(tmp_path):
-    make_cross_encoder(tmp_path, "bert")
-    info = load_runner(EngineConfig(tmp_path, backend="cuda", kernels="torch"), lambda _: None).info
-    assert info.backend == "cuda/torch"
-    assert info.numerics.startswith(f"cuda/torch, cpu, torch {torch.__version__}, cpu, ")
-
-
 @pytest.mark.parametrize(
     ("settings", "name"),
     [({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"), ({"quantize": "fp8"}, "quantize is fp8"),
@@ -218,10 +209,3 @@ def test_speech_gives_the_logits_of_the_cpu_engine(tmp_path):
         steps.run([], {0: (112, 114, True)})
         found.append(steps.logits[-1])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-
-
-def test_quire_up_takes_the_gpu_for_images_and_encoders(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(setup, "find_device", lambda config: torch.device("cpu"))
-    make_cross_encoder(tmp_path, "bert")
-    check_gpu(folder)
-    check_gpu(tmp_path)

@@ -21,6 +21,8 @@ from gateway_svc.schedulers.attach_stream import AttachStream
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.worker_state import InFlightStep, StepPlan, WorkerState
+from scheduler_svc.gateways.streams import Attached, Gateways
+from scheduler_svc.step_loop import StepLoop
 from scheduler_svc.workers import block_calls
 from scheduler_svc.workers import wire as worker_wire
 from scheduler_svc.workers.leased_worker import LeasedWorker
@@ -218,6 +220,34 @@ def gateway_waits_for_a_silent_scheduler(patch: Patch) -> None:
 @bug("no token for|no progress", "kill", first_seed=16)
 def scheduler_waits_for_a_silent_worker(patch: Patch) -> None:
     patch.setattr(LeasedWorker, "_watch", _never_return)
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+@bug("still has messages for a gateway|is still live", "kill", "freeze", first_seed=38)
+def scheduler_waits_for_a_silent_gateway(patch: Patch) -> None:
+    async def beat(gateways: Gateways, attached: Attached) -> None:
+        while True:
+            attached.outbox.heartbeat(gateways._heartbeat())
+            await asyncio.sleep(gateways._interval_s)
+
+    patch.setattr(Gateways, "_beat", beat)
+
+
+@bug("is still live", "kill", "freeze", first_seed=18)
+def requests_of_a_lost_gateway_go_on(patch: Patch) -> None:
+    patch.setattr(StepLoop, "detach", lambda self, owner: None)
+
+
+@bug("is still live", "drain", first_seed=17)
+def cancel_ignored(patch: Patch) -> None:
+    patch.setattr(StepLoop, "cancel", lambda self, *args: None)
+
+
+@bug("no progress|no token for", "kill", "freeze", first_seed=10)
+def lost_worker_keeps_its_sequences(patch: Patch) -> None:
+    patch.setattr(StepLoop, "worker_lost", lambda self, link, reason: None)
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 import quire_cli as cli
-from quire_batch.command import Progress, parse_servers, progress_of
-from quire_client.errors import InvalidRequest
 
 from tests.http_thread import HttpThread
 
@@ -129,32 +127,6 @@ def test_old_answers_are_drafts_of_the_lines_with_their_ids(tmp_path):
     assert [line["custom_id"] for line in sent] == list("012345678")
 
 
-def test_the_same_command_follows_the_same_batch(source, output, capsys):
-    with Server() as server:
-        assert batch(source, output, server, "--detach") == 0
-        assert "batch_1 was started" in capsys.readouterr().out
-        server.calls.clear()
-        assert batch(source, output, server) == 0
-        assert [call[0] for call in server.calls] == ["GET", "GET"]
-        assert batch(source, output, server) == 2
-    assert "exists; choose another output file" in capsys.readouterr().err
-
-
-def test_ctrl_c_leaves_the_batch(source, output, capsys, monkeypatch):
-    def interrupt(progress, found):
-        raise KeyboardInterrupt
-
-    with Server([batch_object("in_progress")]) as server:
-        with monkeypatch.context() as patch:
-            patch.setattr(Progress, "show", interrupt)
-            assert batch(source, output, server) == 130
-        assert "the batch goes on" in capsys.readouterr().err
-        server.states = [batch_object("cancelled")]
-        assert batch(source, output, server, "--cancel") == 0
-        assert ("POST", "/v1/batches/batch_1/cancel") in [call[:2] for call in server.calls]
-        assert batch(source, source.parent / "other", server, "--cancel") == 2
-
-
 @pytest.mark.parametrize(
     ("response", "code", "words"),
     [
@@ -211,36 +183,3 @@ def test_files_that_cannot_be_used(source, tmp_path, capsys):
     source.write_text("\n")
     assert batch(source, tmp_path / "o", "http://localhost:1") == 2
     assert "has no requests" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("urls", "found"),
-    [
-        ("http://a:8000", ["http://a:8000"]),
-        ("http://a:8000/v1/", ["http://a:8000"]),
-        ("a:8000", ["http://a:8000"]),
-        ("https://a/proxy/v1, http://[::1]:9", ["https://a/proxy", "http://[::1]:9"]),
-    ],
-)
-def test_base_urls(urls, found):
-    assert parse_servers(urls) == found
-
-
-@pytest.mark.parametrize("urls", ["", "ftp://a", "http://", "http://a:x", "http://a:99999"])
-def test_wrong_base_urls(urls):
-    with pytest.raises(InvalidRequest, match="--base-url"):
-        parse_servers(urls)
-
-
-def test_a_grpc_port_is_named(source, output, capsys):
-    from quire_client.testing import FakeGateway
-
-    with FakeGateway() as gateway:
-        assert batch(source, output, f"http://{gateway.target}") == 1
-    assert "if it is a gateway's gRPC port, use its HTTP port" in capsys.readouterr().err
-
-
-def test_progress_names_counts():
-    counts = {"total": 8, "completed": 3, "failed": 1}
-    found = progress_of(batch_object("in_progress", request_counts=counts))
-    assert found == "4/8 [############............] 50 %, in_progress, 1 error"

@@ -8,11 +8,9 @@ from dataclasses import replace
 
 import pytest
 from quire_bench import datasets
-from quire_bench.backend import BackendError, arrival_times
+from quire_bench.backend import arrival_times
 from quire_bench.datasets import DatasetConversation, DatasetError, Lengths, Turn
-from quire_bench.figures import Record, parse_slo, percentile, report_text, spread, summarize, summary_fields
-from quire_bench.openai_backend import api_root, as_text
-from quire_bench.plot import PlotError, axis_steps, check_plot_path, make_panels, nice_ceiling, to_html
+from quire_bench.figures import Record, parse_slo, report_text, summarize, summary_fields
 from quire_client.demo import demo_model_dir
 
 TRACE_LINE = {"timestamp": 1000, "input_length": 700, "output_length": 5, "hash_ids": [7, 8]}
@@ -34,21 +32,6 @@ def test_poisson_arrivals_have_the_rate_and_the_seed():
     )  # equal in an exponential distribution
     assert times == arrival_times(20_000, 5.0, 1.0, random.Random(1))
     assert times[0] == 0
-
-
-def test_burstiness_keeps_the_rate_and_changes_the_spread():
-    def spread_of(burstiness):
-        times = arrival_times(20_000, 5.0, burstiness, random.Random(2))
-        gaps = [5 * (after - before) for before, after in itertools.pairwise(times)]
-        assert sum(gaps) / len(gaps) == pytest.approx(1, rel=0.06)
-        return math.sqrt(sum((gap - 1) ** 2 for gap in gaps) / len(gaps))
-
-    assert spread_of(0.25) == pytest.approx(2, rel=0.1)
-    assert spread_of(4.0) == pytest.approx(0.5, rel=0.1)
-
-
-def test_an_infinite_rate_starts_all_at_once():
-    assert arrival_times(3, math.inf, 1.0, random.Random(0)) == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -83,23 +66,6 @@ def test_a_dataset_is_a_function_of_its_seed(make, num_requests):
     assert first == make(random.Random(3))
     assert first != make(random.Random(4))
     assert sum(len(conversation.turns) for conversation in first) == num_requests
-
-
-def test_random_lengths_stay_in_their_range():
-    found = datasets.random_prompts(300, Lengths(50, 0.5), Lengths(8, 1.0), vocab_size=100, rng=random.Random(0))
-    turns = [conversation.turns[0] for conversation in found]
-    assert (min(len(t.prompt) for t in turns), max(len(t.prompt) for t in turns)) == (25, 75)
-    assert (min(t.max_tokens for t in turns), max(t.max_tokens for t in turns)) == (1, 16)
-    assert all(3 <= token < 100 for t in turns for token in t.prompt)
-
-
-def test_prompts_of_a_group_share_its_prefix():
-    found = datasets.shared_prefixes(
-        50, Lengths(6), Lengths(8), num_groups=3, prefix_len=40, vocab_size=1000, rng=random.Random(0)
-    )
-    prompts = [conversation.turns[0].prompt for conversation in found]
-    assert len({prompt[:40] for prompt in prompts}) == 3
-    assert len({prompt[40:] for prompt in prompts}) == 50
 
 
 def test_conversations_have_turns_and_pauses():
@@ -201,12 +167,6 @@ def test_conversations_that_exceed_the_model_length_are_refused_or_skipped():
     assert datasets.without_too_long([short, long], 100) == [short]
 
 
-def test_percentiles_are_linear_between_values():
-    values = [float(value) for value in range(11)]
-    assert [percentile(values, p) for p in (0, 50, 90, 99, 100)] == [0, 5, 9, pytest.approx(9.9), 10]
-    assert percentile([3.0], 99) == 3.0
-
-
 def test_a_chunk_of_four_tokens_counts_as_four_gaps():
     latencies = summarize([COALESCED]).latencies
     assert latencies["ttft"].mean == pytest.approx(500)
@@ -239,12 +199,6 @@ def test_a_summary_counts_successful_requests():
         assert words in text
 
 
-def test_a_run_without_records_has_a_report():
-    found = summarize([])
-    assert (found.duration_s, found.output_tokens_per_s, found.latencies["ttft"]) == (0.0, 0.0, None)
-    assert "nothing measured" in to_html(make_panels([]), "empty", report_text(found, client_cpu=0.0))
-
-
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [("ttf:3", "'ttf' is not a latency"), ("ttft", "is not a number"), ("tpot:0", "above 0"), ("", "is not a latency")],
@@ -252,39 +206,3 @@ def test_a_run_without_records_has_a_report():
 def test_a_bad_slo_is_refused(text, complaint):
     with pytest.raises(ValueError, match=complaint):
         parse_slo(text)
-
-
-@pytest.mark.parametrize(("chunks", "tokens"), [(1, 5), (3, 7), (7, 7), (4, 2)])
-def test_tokens_are_spread_evenly(chunks, tokens):
-    found = spread(chunks, tokens)
-    assert (len(found), sum(found)) == (chunks, tokens)
-    assert max(found) - min(found) <= 1
-
-
-def test_a_plot_is_one_page(tmp_path):
-    page = to_html(make_panels([COALESCED]), "<title>", "a < b")
-    assert page.count("<svg") == 5
-    assert page.count("<polyline") == 5
-    assert "&lt;title&gt;" in page
-    assert "a &lt; b" in page
-    assert axis_steps(0.93) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert axis_steps(26) == [0, 10, 20, 30]
-    assert axis_steps(1, is_whole=True) == [0, 1]
-    assert axis_steps(7, is_whole=True) == [0, 2, 4, 6, 8]
-    assert axis_steps(0) == [0, 1]
-    assert [nice_ceiling(value) for value in (0, 0.3, 1, 1.1, 26, 99)] == [1, pytest.approx(0.5), 1, 2, 50, 100]
-    with pytest.raises(PlotError, match=r"must end with .html or .png"):
-        check_plot_path(tmp_path / "plot.pdf")
-
-
-def test_base_urls():
-    assert api_root("http://host:8000") == "http://host:8000/v1"
-    assert api_root("http://host:8000/v1/") == "http://host:8000/v1"
-    with pytest.raises(BackendError, match="is not an HTTP URL"):
-        api_root("host:8000")
-
-
-def test_token_ids_become_words():
-    assert as_text("as it is") == "as it is"
-    assert as_text((0, 1, 16, 1)) == "ba de bade de"
-    assert len({as_text((token,)) for token in range(5000)}) == 5000

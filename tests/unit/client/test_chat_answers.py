@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import struct
 
 import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
-from quire_cli.output import AnswerWriter
-from quire_client import InvalidRequest, Message, StreamCorrupted, ToolCall, ToolCallDelta
+from quire_client import InvalidRequest, StreamCorrupted, ToolCall, ToolCallDelta
 from quire_client.assembly import StreamAssembler, assembler_of
 from quire_client.requests.generate import generate_request
 from quire_client.types import Delta
 from xxhash import xxh3_64_intdigest
 
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
 
 
@@ -46,50 +43,6 @@ def test_openai_messages_become_a_chat():
     assert not generate_request("Hi", None, None, {}).output.HasField("parse_chat")
 
 
-def test_an_answer_can_be_sent_back_as_a_message():
-    call = ToolCall("c1", "weather", "{}")
-    request = chat([Message("assistant", "Wait.", tool_calls=(call,), reasoning="Hm.")])
-    assert list(request.prompt.chat.messages) == [
-        pb.ChatMessage(
-            role="assistant",
-            content="Wait.",
-            reasoning="Hm.",
-            tool_calls=[pb.ToolCall(id="c1", name="weather", arguments="{}")],
-        )
-    ]
-
-
-@pytest.mark.parametrize(
-    ("choice", "expected"),
-    [
-        ("auto", {"tool_choice": pb.TOOL_CHOICE_AUTO}),
-        ("none", {"tool_choice": pb.TOOL_CHOICE_NONE}),
-        ("required", {"tool_choice": pb.TOOL_CHOICE_REQUIRED}),
-        ("weather", {"tool_name": "weather"}),
-        ({"type": "function", "function": {"name": "weather"}}, {"tool_name": "weather"}),
-    ],
-)
-def test_options_of_a_chat(choice, expected):
-    request = chat(
-        "Hi",
-        tools=[TOOL],
-        tool_choice=choice,
-        parallel_tool_calls=False,
-        chat_template="other",
-        add_generation_prompt=False,
-        template_kwargs={"a": 1},
-    )
-    assert request.prompt.chat == pb.Chat(
-        messages=[pb.ChatMessage(role="user", content="Hi")],
-        tools_json=json.dumps([TOOL]),
-        parallel_tool_calls=False,
-        chat_template="other",
-        add_generation_prompt=False,
-        template_kwargs_json='{"a": 1}',
-        **expected,
-    )
-
-
 @pytest.mark.parametrize(
     "message",
     [
@@ -105,11 +58,6 @@ def test_invalid_messages_are_refused(message):
     with pytest.raises(InvalidRequest) as caught:
         chat([message])
     assert caught.value.field_violations[0].field == "messages"
-
-
-def test_an_empty_tool_choice_is_refused():
-    with pytest.raises(InvalidRequest):
-        chat("Hi", tool_choice={"type": "function"})
 
 
 def event(seq, **kind):
@@ -175,20 +123,10 @@ def test_parts_that_do_not_continue_the_answer_are_refused(wrong):
         resuming().feed(event(1, chunk=pb.Chunk(offset=1, token_ids=[2], parts=[wrong])))
 
 
-def test_the_command_labels_reasoning_and_calls(capsys):
-    writer = AnswerWriter()
-    writer.write(Delta(0, 0, (), "", "Hm"))
-    writer.write(Delta(0, 0, (), "Yes", "."))
-    writer.write(Delta(0, 0, (), "", "", (ToolCallDelta(0, "c", "f", "{"), ToolCallDelta(0, "c", "f", "}"))))
-    writer.end()
-    assert capsys.readouterr().out == "reasoning: Hm.\nYes\ntool call: f {}\n"
-
-
 PARTS = [
     part(0, 0, reasoning="Hm"), part(1, 0, content="é"), part(1, 2, content="!"), part(2, 0, call="{"),
     part(2, 1, call='"a"'), part(2, 4, call="}"), part(3, 0, content="."),
 ]  # fmt: skip
-BY_ITEM = ("reasoning", "content", "tool_call", "content")
 
 
 def answer_after(start, break_at):

@@ -6,18 +6,14 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import grpc
 import pytest
 import quire_cli as cli
-import quire_client
 from quire.v1 import inference_pb2 as pb
 from quire_cli.arguments import COMMANDS
 from quire_cli.commands import doctor
-from quire_cli.commands import status as show
-from quire_cli.output import with_flag_names
 from quire_client.testing import FakeGateway
 
 from gateway_svc.callers.authenticator import ApiKeys
@@ -27,9 +23,6 @@ KERNELS = {
     "giga_operations": {"bfloat16": 1214.4, "int8": 1890.3, "float32": 120.3}, "read_gb_s": 24.5, "copy_gb_s": 17.0,
     "fastest": "amx", "is_chosen": False, "others": [],
 }  # fmt: skip
-SPEEDS = "bfloat16 1,214 GOP/s (AMX), int8 1,890 GOP/s (AMX), float32 120 GOP/s (AVX512)"
-RATES = "one row reads weights at 24.5 GB/s, a copy of memory runs at 17 GB/s"
-AVX2 = {"path": "avx2", "giga_operations": {"bfloat16": 94.2, "int8": 381.2, "float32": 108.6}}
 
 
 @pytest.fixture(autouse=True)
@@ -91,19 +84,6 @@ def test_generate_json_is_one_line(gateway, capsys):
     assert request.sampling.HasField("temperature")  # 0 is greedy, not "not given"
 
 
-def test_max_tokens_zero_reaches_the_server(gateway, capsys):
-    code, out, _ = run(capsys, "generate", "hi", "--max-tokens", "0", "--json")
-    assert (code, json.loads(out)["token_ids"]) == (0, [])
-    assert gateway.requests[-1].stop.HasField("max_tokens")
-
-
-def test_generate_samples(gateway, capsys):
-    fields = json.loads(run(capsys, "generate", "hi", "--n", "2", "--json")[1])
-    assert [sample["text"] for sample in fields["samples"]] == ["hello", "hello"]
-    assert fields["usage"]["output_tokens"] == 10
-    assert run(capsys, "generate", "hi", "--n", "2")[1] == "--- sample 0 (eos)\nhello\n--- sample 1 (eos)\nhello\n"
-
-
 def test_generate_reads_stdin(gateway, capsys, monkeypatch):
     type_in(monkeypatch, "hi")
     assert run(capsys, "generate")[1] == "hello\n"
@@ -116,18 +96,6 @@ def test_sampling_flags_reach_the_request(gateway, capsys):
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 3)
     assert (sampling.min_p, sampling.seed, request.model, list(request.stop.stop)) == (0.125, 9, "fake", ["a", "b"])
-
-
-def test_structured_output_flags_reach_the_request(gateway, capsys, tmp_path):
-    schema = tmp_path / "schema.json"
-    schema.write_text('{"type": "string"}')
-    assert run(capsys, "generate", "hi", "--json-schema", str(schema))[0] == 0
-    assert gateway.requests[-1].sampling.json_schema == '{"type": "string"}'
-    assert run(capsys, "generate", "hi", "--regex", "a+")[0] == 0
-    assert gateway.requests[-1].sampling.regex == "a+"
-    code, _, err = run(capsys, "generate", "hi", "--json-schema", "missing.json")
-    assert code == 2
-    assert "cannot read missing.json" in err
 
 
 def test_chat_once(gateway, capsys):
@@ -154,10 +122,6 @@ def test_chat_and_generate_wait_for_the_model(capsys, monkeypatch):
             code, out, err = run(capsys, command, "hi", "--target", gateway.target)
         assert (code, out, err) == (0, "hello\n", "waiting for the model: w0 is ready\n")
         assert gateway.num_polls == 0
-
-
-def test_a_wrong_model_name_does_not_wait(gateway, capsys):
-    assert run(capsys, "chat", "hi", "--model", "other")[2] == "quire: error: no model 'other'; there is 'fake'\n"
 
 
 def test_conversation_keeps_its_history(gateway, capsys, monkeypatch):
@@ -215,39 +179,6 @@ def test_status(gateway, capsys):
     assert (worker["blocks_free"], worker["rows_total"], worker["state"]) == (64, 8, "ready")
 
 
-def test_status_of_a_lost_scheduler():
-    scheduler = show.SchedulerStatus("host:1", "", False, 0, 0, 0, 0, 0, 0, "", 0, ())
-    assert "scheduler host:1: NOT CONNECTED" in show.scheduler_text(scheduler)
-
-
-def test_status_shows_why_a_worker_serves_slower():
-    worker = show.WorkerStatus("w0", "h:1", "ready", 3, 8, 9, 0, 0, 5, 1, degradations=("no graphs", "no Triton"))
-    scheduler = show.SchedulerStatus("host:1", "m", True, 0, 0, 0, 0, 0, 0, "", 0, (worker,))
-    lines = show.scheduler_text(scheduler).splitlines()
-    assert lines[-2:] == ["  w0 serves slower: no graphs", "  w0 serves slower: no Triton"]
-
-
-def test_status_shows_the_owners_of_pinned_sessions():
-    for owners, shown in (({"a": 2, "b": 1}, "3 (a 2, b 1)"), ({"": 3}, "3")):
-        text = show.status_text(show.Status((), 5, pinned_sessions=3, pins_by_owner=owners))
-        assert text.splitlines()[-1] == f"open streams: 5, pinned sessions: {shown}"
-
-
-def test_status_of_a_gateway_that_shows_a_summary():
-    replica = show.SchedulerStatus("", "m", True, 0, 0, 0, 0, 0, 0, "", 0, ())
-    lost = show.SchedulerStatus("", "", False, 0, 0, 0, 0, 0, 0, "", 0, ())
-    text = show.status_text(show.Status((replica, lost), 0, is_summary=True))
-    assert text.splitlines()[:2] == ["m  connected", "no model yet  NOT CONNECTED"]
-    assert "--target must be the address of the gateway's --admin-listen" in text
-
-
-def test_status_shows_pending_tokens(gateway, capsys):
-    assert "tokens  0 pending, 0 refused for their deadline" in run(capsys, "status")[1]
-    replica = show.SchedulerStatus("host:1", "m", True, 0, 9, 0, 0, 0, 0, "redis", 0, (), 70, 500, 3)
-    text = show.status_text(show.Status((replica, replica), 4))
-    assert text.count("tokens  70 pending (queue: at most 500), 3 refused for their deadline") == 2
-
-
 def test_drain(gateway, capsys):
     assert run(capsys, "drain", "w0") == (0, "w0 is draining: 2 sequences moved\n", "")
     assert json.loads(run(capsys, "drain", "w0", "--json")[1]) == {"worker": "w0", "num_moved": 2}
@@ -287,12 +218,6 @@ def test_abort_reports_unknown_ids(capsys):
     assert err == "quire: error: no open request other: it has ended, or the id is wrong\n"
 
 
-def test_version(capsys):
-    code, out, _ = run(capsys, "--version")
-    assert (code, out) == (0, f"quire {quire_client.__version__}\n")
-    assert quire_client.__version__[0].isdigit()
-
-
 class Locked(FakeGateway):
     """Requires an API key for every call."""
 
@@ -321,12 +246,6 @@ def test_api_key(capsys, monkeypatch):
         assert run(capsys, "doctor", "--api-key", "secret")[0] == 0
         monkeypatch.setenv("QUIRE_API_KEY", "secret")
         assert run(capsys, "models")[0] == 0
-
-
-def test_quit_ends_a_conversation(gateway, capsys, monkeypatch):
-    type_in(monkeypatch, "hi\n/quit\nagain\n")
-    assert run(capsys, "chat") == (0, "hello\n", "")
-    assert len(gateway.requests) == 1
 
 
 class Strict(FakeGateway):
@@ -358,16 +277,6 @@ def test_the_flags_for_users_of_vllm_exist():
         assert set(row[divider + 1 :]) <= names | of_services
     same = [row.split("|")[1] for row in page.read_text().splitlines() if " | the same" in row and "`--" in row]
     assert set(re.findall(r"`(--[\w-]+)", "".join(same))) <= names
-
-
-def test_flags_of_services_are_left_as_they_are():
-    assert with_flag_names("set --adapter-dir; adapter is unknown") == "set --adapter-dir; --adapter is unknown"
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_has_a_completion_script(shell, capsys):
-    code, out, _ = run(capsys, "completion", shell)
-    assert (code, "_ARGCOMPLETE" in out, "quire" in out) == (0, True, True)
 
 
 @pytest.mark.parametrize(
@@ -434,37 +343,6 @@ def test_errors_are_one_line(capsys, monkeypatch):
     assert "quire up" in err
 
 
-def test_a_field_violation_is_not_repeated(capsys, monkeypatch):
-    with Moody() as gateway:
-        gateway.requests.append(pb.GenerateRequest())
-        code, _, err = run(capsys, "generate", "x", "--target", gateway.target)
-    assert (code, err) == (1, "quire: error: temperature 3 is above 2\n")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "",
-        "up",
-        "serve",
-        "batch",
-        "abort",
-        "completion",
-        "generate",
-        "chat",
-        "models",
-        "status",
-        "tokenize",
-        "drain",
-        "doctor",
-    ],
-)
-def test_help(command, capsys):
-    code, out, _ = run(capsys, *command.split(), "--help")
-    assert code == 0
-    assert "usage: quire" in out
-
-
 # quire doctor
 
 
@@ -494,67 +372,11 @@ def test_doctor_hides_the_password_of_redis(url, gateway, capsys):
     assert "secret" not in run(capsys, "doctor", "--redis", url)[1]
 
 
-@pytest.mark.parametrize("url", ["redis://host:six/0", "http://localhost"])
-def test_doctor_names_an_invalid_redis_url(gateway, capsys, url):
-    code, out, _ = run(capsys, "doctor", "--redis", url)
-    assert code == 1
-    assert f"{url} is not a Redis URL" in out
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({}, f"ok    kernels    amx; on one core, 256 rows: {SPEEDS}; {RATES}\n"),
-        (
-            {"others": [AVX2]},
-            "ok    paths      QUIRE_CPU_PATH can select: avx2 94 / 381 / 109 GOP/s (bfloat16 / int8 / float32)\n",
-        ),
-        (
-            {"fastest": "amx2"},
-            f"note  kernels    amx; on one core, 256 rows: {SPEEDS}; {RATES}; amx2, the fastest path",
-        ),
-        ({"fastest": "amx2"}, "is not used: QUIRE_DISABLE_AMX is set"),
-        ({"fastest": "amx2", "is_chosen": True}, "is not used: QUIRE_CPU_PATH\n"),
-        ({"is_late": True}, "?     paths      the measurement did not end within 60 s"),
-        ({"error": "no C++ compiler"}, "note  kernels    workers use plain torch, which is slower: no C++ compiler\n"),
-    ],
-)
-def test_doctor_names_the_instructions_of_the_kernels(gateway, capsys, monkeypatch, fields, text):
-    monkeypatch.setattr(doctor, "probe_kernels", lambda: KERNELS | fields)
-    code, out, _ = run(capsys, "doctor")
-    assert code == 0
-    assert text in out
-
-
-def test_doctor_prints_each_finding_when_its_check_ends(gateway, capsys, monkeypatch):
-    shown = threading.Event()
-    monkeypatch.setattr(
-        doctor, "probe_kernels", lambda: KERNELS if shown.wait(60.0) else {"error": "nothing was shown"}
-    )
-    findings = doctor.examine(None, None)
-    names = [next(findings).name for _ in range(9)]
-    assert (names[0], names[-1]) == ("python", "redis")
-    shown.set()
-    assert [finding.state for finding in findings if finding.name == "kernels"] == ["ok"]
-
-
-def test_doctor_concludes_nothing_from_a_time_limit(monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 0.001)
-    (finding,) = doctor.check_kernels(doctor.probe_kernels())
-    assert finding.state == "unknown"
-
-
 def test_doctor_fails_where_the_chosen_path_cannot_run(gateway, capsys, monkeypatch):
     monkeypatch.setattr(doctor, "probe_kernels", lambda: {"error": "QUIRE_CPU_PATH = x", "is_fatal": True})
     code, out, _ = run(capsys, "doctor")
     assert code == 1
     assert "FAIL  kernels    CPU workers do not start: QUIRE_CPU_PATH = x\n" in out
-
-
-def test_doctor_without_a_compiler(gateway, capsys, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "workers use plain torch" in run(capsys, "doctor")[1]
 
 
 def test_a_new_key_is_accepted_by_its_line(capsys, tmp_path):
@@ -596,10 +418,3 @@ def test_mistakes_with_keys(capsys, monkeypatch, argv, stdin, words):
     assert (code, out) == (2, "")
     assert words in err
     assert "keys of some length" not in err
-
-
-def test_a_folder_that_cannot_be_written(capsys, tmp_path):
-    (tmp_path / "file").touch()
-    code, out, err = run(capsys, "key", "new", "me", "--dir", str(tmp_path / "file"))
-    assert (code, out) == (1, "")
-    assert "cannot write" in err

@@ -2,10 +2,8 @@
 
 import asyncio
 import socket
-import ssl
 import subprocess
 import sys
-import threading
 from concurrent import futures
 from http.server import BaseHTTPRequestHandler
 
@@ -13,7 +11,6 @@ import grpc
 import pytest
 import trustme
 from quire_client import AsyncClient, Client, ConnectionFailed, InvalidRequest, Tls
-from quire_client.connection.channel import check_address, diagnose
 from quire_client.testing import FakeGateway
 
 from tests.http_thread import HttpThread
@@ -77,27 +74,6 @@ def test_a_port_where_nothing_listens():
         asyncio.run(AsyncClient.connect(f"127.0.0.1:{port}", connect_timeout_s=0.5))
 
 
-def test_an_unknown_host():
-    assert "the host name 'no.such.host.invalid' is unknown" in connect_error("no.such.host.invalid:50051")
-
-
-def test_a_server_that_closes_connections():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def close_all():
-            while True:
-                try:
-                    listener.accept()[0].close()
-                except OSError:
-                    return
-
-        thread = threading.Thread(target=close_all)
-        thread.start()
-        assert "closed the connection" in diagnose(f"127.0.0.1:{listener.getsockname()[1]}", is_tls=False)
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
-
-
 @pytest.mark.parametrize(
     ("target", "complaint"),
     [
@@ -120,43 +96,9 @@ def test_addresses_that_cannot_work(target, complaint):
     assert caught.value.field_violations[0].field == "target"
 
 
-@pytest.mark.parametrize(
-    "target", ["localhost:50051", "[::1]:50051", "dns:///a.b:1", "unix:/tmp/x", "ipv4:1.2.3.4:5", "10.0.0.1:443"]
-)
-def test_addresses_that_grpc_understands(target):
-    check_address(target)
-
-
 def test_the_command_prints_no_log_of_grpc():
     with FakeGateway() as gateway:
         command = [sys.executable, "-m", "quire_cli", "models", "--target", gateway.target, "--tls"]
         done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1, done.stderr
-
-
-def test_ssl_alerts_count_as_tls():
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    authority = trustme.CA()
-    authority.issue_cert("localhost").configure_cert(context)
-    context.verify_mode = ssl.CERT_REQUIRED
-    authority.configure_trust(context)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve():
-            while True:
-                try:
-                    connection = listener.accept()[0]
-                except OSError:
-                    return
-                try:
-                    context.wrap_socket(connection, server_side=True).close()
-                except OSError:
-                    connection.close()
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        assert "requires TLS" in diagnose(f"127.0.0.1:{listener.getsockname()[1]}", is_tls=False)
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()

@@ -30,7 +30,6 @@ from quire_client import (
 from quire_client.assembly import StreamAssembler, load_digest
 from quire_client.connection.channel import AVOID_FROZEN_S, AVOID_S, TargetRing, resolve_targets
 from quire_client.errors import InternalError, Overloaded
-from quire_client.retry import ResumePolicy, Resumption
 from quire_client.testing import FakeGateway
 
 QUICK = RetryPolicy(max_attempts=3, initial_s=0.001, max_s=0.002)
@@ -366,18 +365,6 @@ def test_cancel_ends_the_resuming():
         canceller.join()
 
 
-def test_a_closed_client_ends_the_resuming():
-    always = [(1, BREAKS["unavailable"])] * 1000
-    with ByteGateway(breaks=always) as gateway:
-        client = Client.connect(gateway.target, retry=QUICK)
-        with client.stream("hi") as stream:
-            closer = threading.Timer(0.1, client.close)
-            closer.start()
-            with pytest.raises(Cancelled):
-                stream.result()
-            closer.join()
-
-
 # Wrong continuations
 
 
@@ -543,17 +530,6 @@ def slow_and_spare():
             proxy.close()
 
 
-def test_a_stream_survives_a_cut_connection():
-    with slow_and_spare() as (slow, proxy, spare), Client.connect([proxy.target, spare.target]) as client:
-        slow.go.release(4)
-        with client.stream("hi") as stream:
-            deltas = [next(stream) for _ in range(3)]
-            proxy.cut()
-            deltas += list(stream)
-            assert stream.resumes == 1
-        assert [id_ for delta in deltas for id_ in delta.token_ids] == ids_of(7, 0)
-
-
 def test_a_stream_leaves_a_frozen_gateway(monkeypatch):
     monkeypatch.setattr("quire_client.sync.transport.PROBE_TIMEOUT_S", 1.0)
     with (
@@ -571,19 +547,6 @@ def test_a_stream_leaves_a_frozen_gateway(monkeypatch):
         assert not slow.left.is_set()
         proxy.thaw()
         assert slow.left.wait(5)  # its stream is cancelled
-
-
-async def test_a_stream_leaves_a_frozen_gateway_async(monkeypatch):
-    monkeypatch.setattr("quire_client.aio.transport.PROBE_TIMEOUT_S", 1.0)
-    with slow_and_spare() as (slow, proxy, spare):
-        async with await AsyncClient.connect([proxy.target, spare.target], stall_timeout_s=0.1) as client:
-            slow.go.release(4)
-            async with client.stream("hi") as stream:
-                deltas = [await anext(stream) for _ in range(3)]
-                proxy.freeze()
-                deltas += [delta async for delta in stream]
-                assert stream.resumes == 1
-            assert [id_ for delta in deltas for id_ in delta.token_ids] == ids_of(7, 0)
 
 
 def test_a_stream_waits_for_a_slow_gateway():
@@ -668,23 +631,9 @@ def test_one_reachable_gateway_is_enough():
         assert client.abort("a").aborted_ids == ("a",)
 
 
-async def test_one_reachable_gateway_is_enough_async():
-    with FakeGateway({"hi": "hello"}) as gateway:
-        async with await AsyncClient.connect(f"localhost:1,{gateway.target}") as client:
-            for _ in range(4):
-                assert (await client.generate("hi")).text == "hello"
-                assert (await client.models())[0].name == "fake"
-            assert (await client.abort("a")).aborted_ids == ("a",)
-
-
 def test_no_gateway_is_reachable():
     with pytest.raises(ConnectionFailed, match="no gateway answers at localhost:1, localhost:2: "):
         Client.connect("localhost:1,localhost:2", connect_timeout_s=0.2)
-
-
-async def test_no_gateway_is_reachable_async():
-    with pytest.raises(ConnectionFailed, match="no gateway answers at localhost:1, localhost:2: "):
-        await AsyncClient.connect("localhost:1,localhost:2", connect_timeout_s=0.2)
 
 
 def test_requests_are_spread_over_gateways():
@@ -754,26 +703,6 @@ def test_ring_avoids_failed_gateways():
     ring.failed(2, 4.0, is_frozen=True)
     ring.failed(2, 4.0)  # a frozen gateway stays avoided when its connection breaks
     assert 2 not in {ring.next(4.0 + AVOID_FROZEN_S / 2) for _ in range(4)}
-
-
-def test_backoff_grows_until_the_resume_timeout():
-    resumption = Resumption(ResumePolicy(timeout_s=60), random.Random(1))
-    error = ConnectionFailed("x")
-    resumption.broke(0.0, made_progress=True)
-    assert resumption.delay_s(error, 0.0, None, has_working=True) <= 0.05
-    delays = [resumption.delay_s(error, 1.0, None, has_working=False) for _ in range(8)]
-    assert all(0.025 <= delay <= 1.0 for delay in delays)
-    assert delays[-1] >= 0.5
-    assert resumption.delay_s(error, 59.9, None, has_working=False) is None
-    assert resumption.delay_s(error, 1.0, 0.3, has_working=False) is None
-    resumption.accepted(50.0)
-    resumption.broke(55.0, made_progress=False)  # accepted without progress: the time spent adds up
-    assert resumption.delay_s(error, 56.0, None, has_working=False) is not None
-    assert resumption.delay_s(error, 65.0, None, has_working=False) is None
-    resumption.broke(70.0, made_progress=True)
-    assert resumption.delay_s(error, 70.0, None, has_working=False) <= 0.05
-    assert resumption.delay_s(Overloaded("full", retry_after_s=2.0), 70.0, None, has_working=True) >= 2.0
-    assert resumption.delay_s(InvalidRequest("no"), 70.0, None, has_working=True) is None
 
 
 async def test_a_cancelled_task_stops_resuming():

@@ -5,10 +5,9 @@ import contextlib
 import grpc
 import pytest
 from quire.v1 import inference_pb2 as pb
-from quire_client import AsyncClient, Client, InvalidRequest, NotConfigured, RequestNotFound
+from quire_client import Client, InvalidRequest, NotConfigured, RequestNotFound
 from quire_client.testing import FakeGateway
 
-from tests.unit.client.test_cli import run
 from tests.unit.client.test_resume import BREAKS, QUICK, ByteGateway
 
 N = 3
@@ -80,14 +79,6 @@ def test_wrong_positions_are_refused_before_the_call():
                 client.resume("r1", after=after)
 
 
-async def test_the_asyncio_client_resumes():
-    with FakeGateway({"hi": "hello"}) as gateway:
-        async with await AsyncClient.connect(gateway.target, retry=QUICK) as client:
-            await client.generate("hi", resumable=True, request_id="r1")
-            async with client.resume("r1", after=2) as stream:
-                assert (await stream.result()).text == "llo"
-
-
 def refusing(code):
     class Refusing(FakeGateway):
         def Resume(self, request, context):
@@ -113,13 +104,3 @@ def test_refusals_have_their_own_types(code, kind):
         client.resume("r1"),
     ):
         pass
-
-
-def test_the_command_continues_a_request(monkeypatch, capsys):
-    with FakeGateway({"hi": "hello"}) as gateway:
-        monkeypatch.setenv("QUIRE_TARGET", gateway.target)
-        assert run(capsys, "generate", "hi", "--resumable", "--request-id", "r1")[0] == 0
-        assert run(capsys, "resume", "r1", "--after", "3") == (0, "lo\n", "")
-        code, out, _ = run(capsys, "resume", "r1", "--json")
-        assert (code, '"text": "hello"' in out or '"text":"hello"' in out) == (0, True)
-        assert run(capsys, "resume", "unknown")[0] == 1

@@ -2,43 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from quire.v1 import inference_pb2 as pb
-from quire_cli.commands.generate import result_fields
-from quire_cli.output import score_lines, to_json
-from quire_client import FinishReason, GenerateResult, Sample, StreamCorrupted, TokenLogprob, TopLogprob
+from quire_client import StreamCorrupted
 from quire_client.assembly import StreamAssembler
-
-ENTRY = TokenLogprob(7, -0.5, 2, b"\xc3", (TopLogprob(8, -0.25, b" a"), TopLogprob(9, -1.0)))
-RESULT = GenerateResult(
-    "r", "m", 1, (Sample(0, (7,), "x", FinishReason.LENGTH, logprobs=(ENTRY,), cumulative_logprob=-0.5),),
-    prompt_logprobs=(None, ENTRY),
-)  # fmt: skip
-
-
-def test_the_command_prints_a_line_per_token() -> None:
-    line = r"   -0.500      2  '\\xc3'  |  ' a' -0.250  #9 -1.000"
-    assert list(score_lines(RESULT)) == [
-        "--- prompt: log probability, rank, token, most likely tokens",
-        line,
-        "--- sample 0: log probability, rank, token, most likely tokens (sum -0.500)",
-        line,
-    ]
-
-
-def test_json_output_has_log_probabilities() -> None:
-    fields = json.loads(to_json(result_fields(RESULT)))
-    entry = {
-        "token_id": 7, "logprob": -0.5, "rank": 2, "token": "\\xc3",
-        "top": [{"token_id": 8, "logprob": -0.25, "token": " a"}, {"token_id": 9, "logprob": -1.0, "token": ""}],
-        "raw_logprob": None, "num_kept": None, "logits_digest": None,
-    }  # fmt: skip
-    assert fields["logprobs"] == [entry]
-    assert fields["prompt_logprobs"] == [None, entry]
-    assert fields["cumulative_logprob"] == -0.5
-    assert json.loads(json.dumps(RESULT.to_dict()))["samples"][0]["logprobs"] == [entry]
 
 
 def events(*bodies: pb.GenerateResponse) -> list[pb.GenerateResponse]:

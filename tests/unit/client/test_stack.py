@@ -1,7 +1,6 @@
 """Child processes are started, watched, restarted and stopped in order. The services are fake, the signals are real."""
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -14,10 +13,9 @@ import time
 import pytest
 import quire_cli as cli
 from quire_cli import arguments
-from quire_cli.commands import stacks, up
+from quire_cli.commands import stacks
 from quire_cli.stack import plan as plans
 from quire_cli.stack import supervisor as stack
-from quire_cli.stack.local_trust import LocalTrust
 from quire_cli.stack.supervisor import ServiceSpec, Stack, StartFailedError
 from quire_client.demo import demo_model_dir
 
@@ -120,18 +118,6 @@ async def test_a_service_that_was_never_ready_fails_the_start(toy, tmp_path):
     assert services.services[0].pid is None
 
 
-async def test_a_slow_start_reports_its_last_log_line(toy, tmp_path, monkeypatch):
-    monkeypatch.setattr(stack, "QUIET_S", 0.05)
-    events = Events()
-    services = Stack([toy("a", mood="slow")], tmp_path, events)
-    running = asyncio.create_task(services.run())
-    await events.wait_until(lambda: ("a", {"log_tail": ["loading weights 50 %"]}) in events.of("waiting"))
-    (tmp_path / "go").touch()
-    await events.wait_for("ready")
-    await services.stop(10, asyncio.Event())
-    await running
-
-
 async def test_a_service_that_does_not_stop_is_killed(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(stack, "HURRY_S", 0.1)
     events = Events()
@@ -141,18 +127,6 @@ async def test_a_service_that_does_not_stop_is_killed(toy, tmp_path, monkeypatch
     await services.stop(0.1, asyncio.Event())
     await running
     assert events.of("killed") == [("a", {})]
-
-
-async def test_hurry_does_not_wait_for_the_timeout(toy, tmp_path, monkeypatch):
-    monkeypatch.setattr(stack, "HURRY_S", 0.1)
-    services = Stack([toy("a", mood="stubborn")], tmp_path, Events())
-    running = asyncio.create_task(services.run())
-    hurry = asyncio.Event()
-    async with asyncio.timeout(60):
-        await services.wait_ready()
-        hurry.set()
-        await services.stop(1000, hurry)
-    await running
 
 
 def test_children_end_with_a_killed_parent(toy, tmp_path):
@@ -275,14 +249,6 @@ def test_http_ports(model, tmp_path, monkeypatch):
         urls("--http-port", "65535")
 
 
-def test_every_service_gets_its_own_metrics_port_on_request(model, tmp_path):
-    made = plan("--model", model, "--workers", "2", "--port", "0", "--metrics", "--log-dir", str(tmp_path))
-    addresses = [spec.metrics for spec in made.specs]
-    assert [flags_of(made, spec.name)["--metrics-listen"] for spec in made.specs] == addresses
-    assert len({*addresses, *(spec.address for spec in made.specs)}) == 8
-    assert f"metrics    http://{addresses[1]}/metrics (worker-0)" in made.notes
-
-
 def test_plan_of_replicas(model, tmp_path):
     made = plan(
         "--model", model, "--port", "0", "--gateways", "2", "--schedulers", "2", "--workers", "2",
@@ -307,38 +273,6 @@ def test_gateways_get_consecutive_ports(model, tmp_path):
         plan("--model", model, "--port", "65535", "--gateways", "2")
 
 
-def test_plan_passes_the_flags_to_the_services(model, tmp_path):
-    made = plan(
-        "--model", model, "--port", "0", "--served-model-name", "m", "--redis", "redis://r.invalid",
-        "--max-waiting", "5", "--max-waiting-tokens", "99", "--executor", "sim", "--threads", "3", "--num-blocks", "7",
-        "--quantize", "int8", "--burst-ms", "7.5", "--dtype", "float16", "--kv-cache-dtype", "fp8",
-        "--determinism", "exact", "--host", "0.0.0.0", "--log-dir", str(tmp_path), "--tool-call-parser", "hermes",
-        "--reasoning-parser", "think", "--chat-template", "t.jinja", "--max-logprobs", "5", "--kv-cache-memory", "64M",
-        "--trace-endpoint", "http://otel:4317",
-    )  # fmt: skip
-    assert flags_of(made, "scheduler")["--redis"] == flags_of(made, "gateway")["--redis"] == "redis://r.invalid"
-    assert "redis://r.invalid does not answer" in "".join(made.notes)
-    assert flags_of(made, "scheduler")["--max-waiting"] == "5"
-    assert flags_of(made, "scheduler")["--max-waiting-tokens"] == "99"
-    assert flags_of(made, "scheduler")["--burst-ms"] == "7.5"
-    assert flags_of(made, "worker-0")["--executor"] == "sim"
-    worker = flags_of(made, "worker-0")
-    assert (worker["--threads"], worker["--num-blocks"], worker["--determinism"]) == ("3", "7", "exact")
-    assert (worker["--quantize"], worker["--dtype"], worker["--kv-cache-dtype"]) == ("int8", "float16", "fp8")
-    gateway = flags_of(made, "gateway")
-    assert (gateway["--tool-parser"], gateway["--reasoning-parser"]) == ("hermes", "think")
-    assert (gateway["--chat-template"], gateway["--max-logprobs"], worker["--kv-cache-memory"]) == (
-        "t.jinja",
-        "5",
-        "64M",
-    )
-    assert all(flags_of(made, spec.name)["--trace-endpoint"] == "http://otel:4317" for spec in made.specs)
-    assert worker["--model-name"] == made.model == "m"
-    assert gateway["--listen"].startswith("0.0.0.0:")
-    assert "other machines need no key" in "".join(made.notes)
-    assert made.target.startswith("127.0.0.1:")
-
-
 def test_only_a_single_gateway_without_redis_keeps_records_in_memory(model, tmp_path):
     def memory(*flags):
         made = plan("--model", model, "--port", "0", "--log-dir", str(tmp_path), *flags)
@@ -348,16 +282,6 @@ def test_only_a_single_gateway_without_redis_keeps_records_in_memory(model, tmp_
     assert memory() == "64M"
     assert memory("--record-memory", "1G") == "1G"
     assert memory("--gateways", "2") is memory("--redis", "redis://r.invalid") is None
-
-
-def test_origins_are_given_as_in_vllm_or_one_by_one(model, tmp_path):
-    def origins(*flags):
-        made = plan("--model", model, "--port", "0", "--log-dir", str(tmp_path), *flags)
-        words = next(spec for spec in made.specs if spec.name == "gateway").arguments
-        return [words[i + 1] for i, word in enumerate(words) if word == "--http-allow-origin"]
-
-    assert origins("--allowed-origins", '["https://a", "https://b"]') == ["https://a", "https://b"]
-    assert origins("--http-allow-origin", "*") == ["*"]
 
 
 def test_clients_need_the_keys_of_the_command_line(model, tmp_path):
@@ -428,19 +352,6 @@ def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(monkeypatch):
     assert note.startswith("backend    CPU (a GPU is present, but no CUDA device was found: torch ")
 
 
-def test_gpus_are_counted_without_a_driver(tmp_path, monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for name in ("nvidia0", "nvidia1", "nvidiactl"):
-        (tmp_path / name).touch()
-    assert plans.visible_gpus(tmp_path) == ["0", "1"]
-
-
-def test_workers_share_the_cores(monkeypatch):
-    monkeypatch.setattr(stack, "cores", lambda: 8)
-    assert [stack.threads_each(n, None) for n in (1, 3, 16)] == [8, 2, 1]
-    assert stack.threads_each(4, 5) == 5
-
-
 def test_plan_refuses_impossible_options(tmp_path, model):
     with pytest.raises(plans.SetupError, match="no such folder; give a Hugging Face model folder, ORG/NAME of the Hub"):
         plan("--model", "./Qwen3-0.6B")
@@ -473,102 +384,6 @@ def test_a_model_that_cannot_be_served_is_refused_before_the_port_is_tried(tmp_p
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_weight_file_is_no_model_folder(tmp_path):
-    (tmp_path / "small.gguf").write_bytes(b"GGUF")
-    with pytest.raises(plans.SetupError, match=r"this is a file; give the folder of .* GGUF is not supported"):
-        plan("--model", str(tmp_path / "small.gguf"))
-
-
-def test_plan_refuses_gateways_with_tls(model, monkeypatch):
-    monkeypatch.setenv("QUIRE_TLS_CERT_FILE", "tls.crt")
-    with pytest.raises(plans.SetupError, match="`quire up` uses no certificates, or with --tls its own"):
-        plan("--model", model)
-
-
-def test_a_malformed_redis_url_is_refused(model):
-    with pytest.raises(plans.SetupError, match="--redis: redis://host:six/0 is not a Redis URL"):
-        plan("--model", model, "--redis", "redis://:secret@host:six/0")
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("quire-gateway: --chat-template is '='; must be FILE", "--chat-template is '='; must be FILE"),
-        ("quire-worker: error: argument --backend: no", "argument --backend: no"),
-        ("12:00:01 worker ERROR --kv-cache-memory is too much", "--kv-cache-memory is too much"),
-        ("12:00:01 worker INFO loading", ""),
-        ("RuntimeError: out of memory", ""),
-    ],
-)
-def test_a_wrong_setting_is_shown_in_one_line(line, reason):
-    assert stack.setting_error([line]) == reason
-    error = StartFailedError("w", "ended with exit code 2", ["Traceback", line])
-    assert (str(error), error.tail) == (
-        (f"w: {reason}", []) if reason else ("w ended with exit code 2 before it was ready", ["Traceback", line])
-    )
-
-
-def test_what_a_service_says_precedes_the_noise_of_its_end():
-    tail = ["12:00:01 gateway ERROR late", "quire-gateway: cannot listen on a:1", "RuntimeError: Event loop is closed"]
-    assert stack.setting_error(tail) == "cannot listen on a:1"
-    assert stack.setting_error([]) == ""
-
-
-def test_free_ports_differ():
-    ports = stack.free_ports(20)
-    assert len(set(ports)) == 20
-    assert all(stack.is_free("127.0.0.1", port) for port in ports)
-
-
-def test_loading_percent(tmp_path):
-    log = tmp_path / "w.log"
-    log.write_text("starting\nloading weights: 12 %\nloading weights: 40%\n")
-    assert stack.loading_percent(log, 0) == 40
-    assert stack.loading_percent(log, log.stat().st_size) is None
-
-
-def test_the_log_names_the_step_of_a_start(tmp_path):
-    log = tmp_path / "w.log"
-    log.write_text('INFO starting: importing torch\n{"message": "starting: compiling", "x": 1}\n')
-    assert stack.starting_step(log, 0) == "compiling"
-    assert stack.starting_step(log, log.stat().st_size) is None
-
-
-def test_up_as_a_process_drains_on_sigterm(toy, tmp_path, model, monkeypatch):
-    """The whole command with toy services instead of the real ones."""
-    driver = f"""
-import pathlib, sys
-import quire_cli as cli
-from quire_cli.commands import up
-from quire_cli.stack.supervisor import ServiceSpec
-def toys(args, say):
-    specs = [ServiceSpec(*spec) for spec in {[astuple(toy("gateway")), astuple(toy("worker-0", phase=1))]!r}]
-    logs = pathlib.Path({str(tmp_path)!r}) / "logs"
-    logs.mkdir()
-    return up.Plan(tuple(specs), specs[0].address, "toy", ("note",), logs, True)
-up.make_plan = toys
-sys.exit(cli.main(sys.argv[1:]))
-"""
-    ready = tmp_path / "ready.json"
-    command = [sys.executable, "-c", driver, "up", "--json", "--ready-file", str(ready)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    wait_until(ready.exists)
-    facts = json.loads(ready.read_text())
-    assert {service["name"] for service in facts["services"]} == {"gateway", "worker-0"}
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    events = [json.loads(line)["event"] for line in out.splitlines()]
-    assert events[0] == "starting"
-    assert events[-5:] == ["stopping", "stopped", "stopping", "stopped", "end"]
-    assert not ready.exists()
-    assert not (tmp_path / "logs").exists()  # a temporary folder is removed after a clean stop
-
-
-def astuple(spec):
-    return (spec.name, spec.module, spec.arguments, spec.address, spec.stop_phase)
-
-
 # The stacks of this machine
 
 
@@ -579,15 +394,6 @@ def test_a_folder_that_cannot_be_written_is_named_by_its_flag(tmp_path, capsys, 
     assert cli.main(["up", "--port", "0", *flags, str(path)]) == 1
     words = capsys.readouterr().err.splitlines()[-1]
     assert words == f"quire: error: {flags[-1]} {path}: Not a directory; choose a folder that can be written"
-
-
-def test_a_full_disk_is_named_by_its_flag(model, tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(plans, "make_trust", full)
-    with pytest.raises(plans.SetupError, match=f"--log-dir {tmp_path}: No space left on device"):
-        plan("--model", model, "--log-dir", str(tmp_path))
 
 
 def test_a_stack_is_listed_while_its_process_runs(tmp_path, monkeypatch, capsys):
@@ -621,66 +427,4 @@ def test_the_entry_of_a_killed_process_is_removed(tmp_path, monkeypatch):
     assert not left.exists()
 
 
-def test_a_stack_runs_without_a_folder_for_its_entry(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    entry = stacks.RunningStack(state="starting")
-    entry.update(state="serving")
-    entry.close()
-    assert stacks.running() == []
-
-
 # Text output
-
-
-@pytest.fixture
-def output_of(capsys, tmp_path):
-    """A function that passes every event of a stack to a reporter and returns the printed text."""
-    made = plans.Plan((), "127.0.0.1:50051", "demo", ("model      demo",), tmp_path)
-
-    def report(reporter):
-        reporter.begin(made)
-        for percent in (10, 30, 40, 100):
-            reporter.report("progress", "worker-0", {"percent": percent})
-        reporter.note("acme/tiny is in the local cache")
-        reporter.report("step", "worker-0", {"step": "importing torch"})
-        reporter.report("waiting", "worker-0", {"log_tail": ["compiling"]})
-        reporter.report("ready", "worker-0", {"address": "127.0.0.1:7", "seconds": 1.25})
-        reporter.serving(made, {})
-        reporter.report("died", "worker-0", {"how": "was killed by SIGKILL", "restart_in_s": 0.5, "log_tail": ["bye"]})
-        reporter.report("ready", "worker-0", {"address": "127.0.0.1:7", "seconds": 1.25})
-        reporter.draining()
-        reporter.end()
-        return capsys.readouterr().out
-
-    return report
-
-
-def test_text_of_every_event(output_of):
-    out = output_of(up.TextReporter())
-    lines = [line.split() for line in out.splitlines()]
-    assert ["worker-0", "loading", "weights:", "30", "%"] in lines
-    assert ["worker-0", "loading", "weights:", "40", "%"] not in lines
-    assert ["worker-0", "importing", "torch"] in lines
-    assert "model      acme/tiny is in the local cache" in out.splitlines()
-    assert ["worker-0", "still", "starting:", "compiling"] in lines
-    assert ["worker-0", "ready", "127.0.0.1:7", "1.2", "s"] in lines
-    assert ["worker-0", "ready", "again", "127.0.0.1:7", "1.2", "s"] in lines
-    assert 'quire chat "What does os.path.join do?"\n' in out
-    assert "worker-0   was killed by SIGKILL; restarting in 0.5 s" in out
-    assert "| bye" in out
-
-
-def test_clients_with_keys_are_not_shown_the_calls_of_operators(tmp_path, capsys):
-    trust = LocalTrust({"gateway": ("--api-keys", "keys")})
-    made = plans.Plan((), "127.0.0.1:50051", "demo", (), tmp_path, trust=trust)
-    up.TextReporter().serving(made, {})
-    out = capsys.readouterr().out
-    assert "--api-key KEY" in out
-    assert "quire status" not in out
-
-
-def test_a_terminal_gets_a_progress_line(output_of, monkeypatch):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    out = output_of(up.TextReporter())
-    assert "\r\x1b[Kloading weights: worker-0 40 %" in out

@@ -85,13 +85,3 @@ def test_a_flush_that_lasts_delays_the_next_one(*, waits: bool) -> None:
         timer.soon()
 
     assert times_of(script, holds=True) == ([0.0, 2.5] if waits else [0.0, 3.0])
-
-
-def test_nothing_leaves_after_a_stop() -> None:
-    async def script(timer: FlushTimer, loop: Clock) -> None:
-        timer.begin()
-        timer.by(2.0)
-        timer.soon()
-        timer.stop()
-
-    assert times_of(script, interval_s=1.0) == []

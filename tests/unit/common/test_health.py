@@ -36,15 +36,6 @@ def watch(stub: Any, service: str = "") -> Any:
     return stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=30)
 
 
-async def test_watch_follows_the_status(server: GrpcServer, stub: Any) -> None:
-    calls = [watch(stub), watch(stub, "a.B"), watch(stub, "grpc.health.v1.Health")]
-    assert [(await call.read()).status for call in calls] == 3 * [NOT_SERVING]
-    server.set_serving(True)
-    assert [(await call.read()).status for call in calls] == 3 * [SERVING]
-    server.set_serving(False)
-    assert [(await call.read()).status for call in calls] == 3 * [NOT_SERVING]
-
-
 async def test_a_watcher_that_leaves_does_not_end_the_others(server: GrpcServer, stub: Any) -> None:
     leaving, staying = watch(stub), watch(stub)
     for call in (leaving, staying):
@@ -74,13 +65,6 @@ async def test_list_has_the_status_of_every_service(server: GrpcServer) -> None:
         answer = await channel.unary_unary("/grpc.health.v1.Health/List", response_deserializer=kind.FromString)(b"")
     statuses = {name: one.status for name, one in answer.statuses.items()}
     assert statuses == dict.fromkeys(("", "a.B", "grpc.health.v1.Health"), SERVING)
-
-
-async def test_an_unknown_service(server: GrpcServer, stub: Any) -> None:
-    assert (await watch(stub, "x.Y").read()).status == SERVICE_UNKNOWN
-    with pytest.raises(grpc.aio.AioRpcError, match=r"known services: a\.B, grpc\.health\.v1\.Health") as caught:
-        await stub.Check(health_pb2.HealthCheckRequest(service="x.Y"))
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_the_stop_ends_watch_streams_after_not_serving(server: GrpcServer, stub: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator
 
 import grpc
@@ -13,8 +12,7 @@ from prometheus_client import generate_latest
 
 from svc_common.observe.admin import MAX_PAGES_PER_S, AdminServer
 from svc_common.observe.metrics import Buckets, Row, ServiceMetrics, Spec, make_registry
-from svc_common.serve import BindError
-from tests.promql import History, names_in, read_scrape
+from tests.promql import History, read_scrape
 
 SPECS = (
     Spec("num_requests_waiting", "gauge", "queue", "", ("model_name",), ("num_requests_waiting",)),
@@ -70,12 +68,6 @@ def test_vllm_names_have_vllms_labels_and_values() -> None:
     }
     assert samples["vllm:e2e_request_latency_seconds_count"] == {(engine, model): 6.0}
     assert not any("gateways" in name for name in samples if name.startswith("vllm:"))
-
-
-def test_a_row_without_a_spec_is_a_bug() -> None:
-    metrics = ServiceMetrics("test", SPECS, lambda: [("unlisted", (), 1)])
-    with pytest.raises(KeyError, match="unlisted"):
-        list(metrics.collect())
 
 
 # -- the ports --------------------------------------------------------------------------------------------------------
@@ -154,12 +146,6 @@ async def test_an_invalid_version_gets_the_text_format(probed: Probed, kind: str
     assert "# EOF" not in text
 
 
-async def test_openmetrics_has_the_requested_version(probed: Probed) -> None:
-    accept = "application/openmetrics-text; version=1.0.0; escaping=underscores, text/plain; version=0.0.4;q=0.5"
-    _, text = await probed.send(f"GET /metrics HTTP/1.1\r\nAccept: {accept}\r\n\r\n".encode())
-    assert text.endswith("# EOF\n")
-
-
 async def test_many_scrapes_at_once_share_a_page(probed: Probed, monkeypatch: pytest.MonkeyPatch) -> None:
     """500 scrapes at once used to pause the streams of a gateway for 3 s."""
     monkeypatch.setattr("svc_common.observe.admin.time.monotonic", lambda: 7.5)
@@ -173,10 +159,6 @@ async def test_many_scrapes_at_once_share_a_page(probed: Probed, monkeypatch: py
     assert pages == made + MAX_PAGES_PER_S * [made[-1]]
     monkeypatch.setattr("svc_common.observe.admin.time.monotonic", lambda: 8.5)
     assert probed.server._page("text", encode) == b"%d" % MAX_PAGES_PER_S
-
-
-async def test_head_has_no_body(probed: Probed) -> None:
-    assert await probed.send(b"HEAD /livez HTTP/1.1\r\n\r\n") == (200, "")
 
 
 async def test_grpc_health_runs_the_check_each_time(probed: Probed) -> None:
@@ -210,16 +192,6 @@ async def test_the_port_for_probes_refuses_other_calls_without_a_traceback(
                 await call.read()
             assert caught.value.code() is code, caught.value.details()
     assert "Traceback" not in caplog.text
-
-
-async def test_a_port_in_use_is_named(probed: Probed) -> None:
-    taken = probed.server.metrics_address
-    registry = make_registry(ServiceMetrics("test", SPECS, rows))
-    facts = {"registry": registry, "is_alive": lambda: True, "is_ready": lambda: True}
-    with pytest.raises(BindError, match="--metrics-listen: cannot listen on " + taken):
-        await AdminServer(metrics_listen=taken, health_listen="off", **facts).start()
-    with pytest.raises(BindError, match="--health-listen: cannot listen on " + probed.server.health_address):
-        await AdminServer(metrics_listen="off", health_listen=probed.server.health_address, **facts).start()
 
 
 # -- the evaluator ----------------------------------------------------------------------------------------------------
@@ -257,9 +229,3 @@ t_bucket{le="+Inf"} 100
 )
 def test_expressions(expression: str, value: object) -> None:
     assert History(read_scrape(OLDER), read_scrape(NEWER), 10.0).evaluate(expression) == value
-
-
-def test_division_by_nothing_is_nan_and_names_are_found() -> None:
-    history = History({}, read_scrape(NEWER), 10.0)
-    assert math.isnan(history.evaluate("sum(waiting) / sum(ready)")[()])
-    assert names_in("sum(a{x='1'}) / (clamp_min(b, 1) + rate(c[1m]))") == {"a", "b", "c"}

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import redis
 import trustme
-from quire_cli.commands import doctor
 from redis.exceptions import RedisError
 
 from svc_common.config import add_flags
@@ -21,8 +20,6 @@ from svc_common.redis.connect import connect
 from svc_common.redis.server import (
     RedisServer,
     RedisSettingsError,
-    SentinelUrl,
-    parse_sentinel_url,
     redis_flags,
     redis_server,
 )
@@ -146,25 +143,6 @@ async def test_an_error_names_the_cause(watched: Watched) -> None:
     with pytest.raises(RedisError, match=r"(?i)no master found|auth"):
         await client.ping()
     await client.aclose()
-
-
-def test_doctor_asks_the_sentinels(watched: Watched) -> None:
-    assert doctor.check_redis(watched.server().url).state == doctor.OK
-    assert doctor.check_redis("redis+sentinel://127.0.0.1:1,127.0.0.1:2/quire").state == doctor.FALLBACK
-
-
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("redis+sentinel://s/m", SentinelUrl((("s", 26379),), "m")),
-        (
-            "rediss+sentinel://u:p%40@a:1,[::1]:2/my%2Fmaster/3",
-            SentinelUrl((("a", 1), ("::1", 2)), "my/master", 3, "u", "p@", True),
-        ),
-    ],
-)
-def test_parts_of_a_url(url: str, expected: SentinelUrl) -> None:
-    assert parse_sentinel_url(url) == expected
 
 
 @pytest.mark.parametrize(

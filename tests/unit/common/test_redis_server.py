@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import datetime
-import logging
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -169,17 +168,6 @@ async def test_an_evicting_redis_is_reported_and_its_refusals_have_no_data(
         await client.aclose()
 
 
-async def test_doctor_checks_the_certificates(tls: TlsRedis, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, path in (("CA", tls.server.ca), ("CERT", tls.server.cert), ("KEY", tls.server.key)):
-        monkeypatch.setenv(f"QUIRE_REDIS_TLS_{name}_FILE", str(path))
-    found = await asyncio.to_thread(doctor.check_redis, tls.server.url)
-    assert (found.state, found.detail) == (doctor.OK, f"{tls.server.url} answers")
-    tls.write_ca(trustme.CA())
-    found = await asyncio.to_thread(doctor.check_redis, tls.server.url)
-    assert found.state == doctor.FALLBACK
-    assert "CERTIFICATE_VERIFY_FAILED" in found.detail
-
-
 def named(host: str, server: RedisServer) -> RedisServer:
     return RedisServer(server.url.replace("127.0.0.1", host), server.ca, server.cert, server.key)
 
@@ -221,17 +209,6 @@ async def test_certificates_are_renewed_under_load_without_an_error(tls: TlsRedi
         tls.write_client(newer)
         tls.write_ca(newer)
         assert all([await client.ping() for client in clients])
-
-
-async def test_invalid_files_are_logged_once(tls: TlsRedis, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR)
-    async with client_of(tls.server) as client:
-        assert await client.ping()
-        (tls.server.cert or Path()).unlink()
-        for _ in range(2):
-            await client.connection_pool.disconnect()
-            assert await client.ping()
-    assert caplog.text.count("keeping the previous certificates for Redis: --redis-tls-cert-file") == 1
 
 
 @pytest.mark.parametrize("user", ["", "me@"])

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.answer.request_traces import GenerationTraces
-from svc_common.config import add_flags
 from svc_common.errors import OverloadedError
 from svc_common.observe.otlp import Tracer
-from svc_common.observe.tracing import TRACE_FLAGS, TracingError, current_traceparent, make_tracer, valid_traceparent
+from svc_common.observe.tracing import current_traceparent, valid_traceparent
 
 ROOT = Path(__file__).resolve().parents[3]
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -55,32 +51,6 @@ def tracer(exporter: InMemorySpanExporter) -> Tracer:
 )
 def test_a_traceparent_that_is_invalid_or_not_sampled_is_ignored(text: str) -> None:
     assert valid_traceparent(text) == ""
-
-
-def test_flags_beyond_the_first_bit_are_ignored() -> None:
-    assert valid_traceparent(SAMPLED) == SAMPLED
-    assert valid_traceparent(SAMPLED[:-2] + "03")
-    assert not valid_traceparent(SAMPLED[:-2] + "02")
-
-
-def test_spans_have_their_parents_times_and_errors(tracer: Tracer, exporter: InMemorySpanExporter) -> None:
-    began, unix = time.monotonic(), time.time_ns()
-    span = tracer.begin("schedule", parent=SAMPLED, at=began - 2.0, attributes={"a": 1})
-    tracer.add("queue", parent=span.traceparent, start=began - 2.0, end=began - 1.0, error="error")
-    span.end(began, {"b": "2"})
-    child, parent = exporter.get_finished_spans()
-    assert parent.parent is not None
-    assert child.parent is not None
-    assert (f"{parent.context.trace_id:032x}", f"{parent.parent.span_id:016x}") == (TRACE, SPAN)
-    assert child.parent.span_id == parent.context.span_id
-    assert parent.attributes == {"a": 1, "b": "2"}
-    assert abs((parent.end_time or 0) - unix) < 1e9
-    assert duration_s(child) == pytest.approx(1.0, abs=0.1)
-    assert (child.status.status_code.name, parent.status.status_code.name) == ("ERROR", "UNSET")
-
-
-def duration_s(span: ReadableSpan) -> float:
-    return ((span.end_time or 0) - (span.start_time or 0)) / 1e9
 
 
 @pytest.mark.parametrize(
@@ -128,14 +98,6 @@ async def test_the_span_of_a_request_fails_with_it_and_quotes_no_message(
     assert (attributes.get("error.type"), attributes.get("quire.is_cancelled")) == (error_type, is_cancelled)
     assert (span.status.status_code.name == "ERROR") == (error_type is not None)
     assert "secret" not in span.to_json()
-
-
-@pytest.mark.parametrize("endpoint", ["collector:4317", "grpc://collector:4317", "http://collector:4317/v1/traces"])
-def test_an_endpoint_that_is_not_a_url_of_grpc(endpoint: str) -> None:
-    parser = argparse.ArgumentParser()
-    add_flags(parser, [TRACE_FLAGS])
-    with pytest.raises(TracingError, match=r"must be http://HOST:PORT"):
-        make_tracer(parser.parse_args(["--trace-endpoint", endpoint]), "gateway", "g")
 
 
 def test_without_the_packages_the_flag_is_refused_and_its_absence_is_not() -> None:

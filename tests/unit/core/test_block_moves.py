@@ -7,14 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prefix_index.hashing import group_digest, snapshot_digest, state_id
-from request_fields.sizes import blocks_of_row
+from prefix_index.hashing import snapshot_digest, state_id
 from scheduler_svc.core.features.block_moves import BlockMove
-from scheduler_svc.core.features.snapshots import Snapshots
 from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.policy import MoveSpeed, TierKind, moved_tokens_gain
 from scheduler_svc.core.scheduler import Scheduler
-from step_protocol.types import BlockMovement, CacheGroup
+from step_protocol.types import BlockMovement
 from tests.builders import answer, make_capacity, make_group, make_scheduler, run_to_end
 from tests.invariants import check_scheduler
 
@@ -133,85 +131,6 @@ def test_a_read_ends_where_the_next_tier_costs_more_than_computing() -> None:
     assert moves.num_in_tiers("w0") == 8
 
 
-def test_blocks_that_do_not_arrive_are_computed_and_no_second_move_begins() -> None:
-    scheduler = make_scheduler(capacity("w0"))
-    warm(scheduler)
-    held = digests_of(scheduler, "w0")
-    scheduler.remove_worker("w0")
-    scheduler.add_worker(capacity("w0", worker_epoch=2))
-    scheduler.moves.change_tiers("w0", dict.fromkeys(held, TierKind.DISK))
-    scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
-    (move,) = moves_of(scheduler)
-    scheduler.end_move(move.move_id, 3, 0.01, 1.1)
-    (batch,) = scheduler.schedule(1.1)
-    assert batch.context_lens.tolist() == [12]
-    assert scheduler.moves.take_moves() == []
-    assert scheduler.moves.num_in_tiers("w0") == 9, "the block that was not there is forgotten"
-    check_scheduler(scheduler)
-
-
-def test_a_sequence_stops_to_wait_and_the_late_blocks_are_a_cache() -> None:
-    scheduler = make_scheduler(capacity("w0"))
-    warm(scheduler)
-    held = digests_of(scheduler, "w0")
-    scheduler.remove_worker("w0")
-    scheduler.add_worker(capacity("w0", worker_epoch=2))
-    scheduler.moves.change_tiers("w0", dict.fromkeys(held, TierKind.DISK))
-    scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
-    (move,) = moves_of(scheduler)
-    assert scheduler.moves.next_end_of_patience(1.0) == move.give_up_at
-    (batch,) = scheduler.schedule(move.give_up_at)
-    assert batch.context_lens.tolist() == [0]
-    scheduler.end_move(move.move_id, 10, 9.0, 10.0)
-    check_scheduler(scheduler)
-    answer(scheduler, batch, 10.0)
-    assert not scheduler.has_work
-    check_scheduler(scheduler)
-
-
-def test_others_pass_a_sequence_that_waits_for_blocks_and_its_twin_waits_with_it() -> None:
-    scheduler = make_scheduler(capacity("w0"))
-    warm(scheduler)
-    held = digests_of(scheduler, "w0")
-    scheduler.remove_worker("w0")
-    scheduler.add_worker(capacity("w0", worker_epoch=2))
-    scheduler.moves.change_tiers("w0", dict.fromkeys(held, TierKind.DISK))
-    scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
-    scheduler.add_group(make_group([*PROMPT, 8], "twin", max_tokens=1), 1.0)
-    scheduler.add_group(make_group([50, 51, 52], "other", max_tokens=1), 1.0)
-    (batch,) = scheduler.schedule(1.0)
-    assert [opened.group.request_id for opened in batch.opens] == ["other"]
-    (move,) = scheduler.moves.take_moves()
-    assert move.after_step_id == 0
-    scheduler.end_move(move.move_id, 10, 0.01, 1.1)
-    answer(scheduler, batch, 1.2)
-    (both,) = scheduler.schedule(1.2)
-    assert both.context_lens.tolist() == [40, 40]
-    check_scheduler(scheduler)
-
-
-def test_a_draining_worker_sends_the_blocks_of_a_row_ahead() -> None:
-    scheduler = make_scheduler(capacity("w0"), capacity("w1"))
-    scheduler.add_group(make_group(PROMPT, "stream", max_tokens=100), 0.0)
-    for _ in range(4):
-        for batch in scheduler.schedule(0.0):
-            answer(scheduler, batch, 0.0)
-    source = next(w for w in scheduler._workers.values() if w.rows.num_used)
-    name = source.capacity.worker_id
-    scheduler.drain_worker(name)
-    (move,) = scheduler.moves.take_moves()
-    assert source.rows.num_used == 1, "it runs on"
-    assert (move.source.worker_id, len(move.digests)) == (name, 10)
-    assert scheduler.moves.is_source(name)
-    check_scheduler(scheduler)
-    scheduler.end_move(move.move_id, 10, 0.01, 0.2)
-    assert not source.rows.num_used
-    assert not scheduler.moves.is_source(name)
-    opens = [opened for batch in scheduler.schedule(0.3) for opened in batch.opens]
-    assert [opened.num_computed_tokens for opened in opens] == [40]
-    check_scheduler(scheduler)
-
-
 @pytest.mark.parametrize(
     "other", [None, replace(BOTH, layout=b"other"), replace(BOTH, can_transfer=False)], ids=["none", "layout", "flag"]
 )
@@ -228,12 +147,6 @@ def test_workers_that_cannot_exchange_blocks_do_not(other: BlockMovement | None)
 def recurrent(name: str, num_snapshots: int = 2, snapshot_tokens: int = 8, **sizes: int) -> WorkerCapacity:
     """A worker whose rows start from snapshots; one is worth two blocks."""
     return replace(capacity(name, **sizes), num_snapshots=num_snapshots, snapshot_tokens=snapshot_tokens)
-
-
-def snapshots_of(scheduler: Scheduler, worker_id: str = "w0") -> Snapshots:
-    (part,) = scheduler._workers[worker_id].parts_of_all
-    assert isinstance(part, Snapshots)
-    return part
 
 
 def test_a_restarted_worker_reads_the_deepest_snapshot_and_the_blocks_before_it() -> None:
@@ -276,107 +189,3 @@ def test_without_its_snapshot_no_block_moves_and_a_dear_one_is_computed() -> Non
         assert scheduler.moves.take_moves() == []
         answer(scheduler, batch, 1.0)
         scheduler.forget_prefixes()
-
-
-def test_a_snapshot_that_is_forgotten_while_another_worker_reads_it_keeps_its_slot() -> None:
-    scheduler = make_scheduler(recurrent("w0", num_snapshots=1))
-    warm(scheduler)
-    part = snapshots_of(scheduler)
-    ids = part.lend(list(part.kept))
-    scheduler.forget_prefixes()
-    for is_free in (False, True):
-        check_scheduler(scheduler)
-        assert part.reserve(1, 40) == (ids if is_free else [])
-        part.take_back([] if is_free else ids)
-
-
-def test_a_move_takes_no_snapshot_that_a_row_of_the_planned_step_starts_from() -> None:
-    """A move may write before that step runs."""
-    other, donor, scheduler = list(range(100, 160)), *(make_scheduler(recurrent("w0", num_snapshots=1)) for _ in "ab")
-    donor.add_group(make_group(other, "other", max_tokens=1), 0.0)
-    run_to_end(donor)
-    warm(scheduler)
-    held = digests_of(donor, "w0")
-    scheduler.moves.change_tiers("w0", dict.fromkeys((*held, *map(snapshot_digest, held)), TierKind.DISK))
-    for prompt, name in ((PROMPT, "again"), (other, "other")):
-        scheduler.add_group(make_group([*prompt, 7], name, max_tokens=1), 1.0)
-    (batch,) = scheduler.schedule(1.0)
-    assert batch.opens[0].snapshot == 0
-    assert scheduler.moves.take_moves() == []
-
-
-def test_a_row_of_a_draining_worker_sends_its_snapshot_ahead() -> None:
-    scheduler = make_scheduler(recurrent("w0"), recurrent("w1"))
-    scheduler._throughput.prefill.add(1000, 0.5)
-    scheduler.add_group(make_group(PROMPT, "stream", max_tokens=100), 0.0)
-    for _ in range(7):
-        for batch in scheduler.schedule(0.0):
-            answer(scheduler, batch, 0.0)
-    source = next(w for w in scheduler._workers.values() if w.rows.num_used)
-    scheduler.drain_worker(source.capacity.worker_id)
-    (move,) = scheduler.moves.take_moves()
-    (extra,) = move.extras
-    assert extra.digest == extra.words[1:].tobytes(), "the source finds it by its chain"
-    assert (len(move.digests), int(extra.words[0])) == (11, 44)
-    for _ in range(9):
-        for batch in scheduler.schedule(0.0):
-            answer(scheduler, batch, 0.0)
-            check_scheduler(scheduler)
-    scheduler.end_move(move.move_id, move.num_items, 0.01, 0.2)
-    opens = [opened for batch in scheduler.schedule(0.3) for opened in batch.opens]
-    assert [opened.num_computed_tokens for opened in opens] == [44]
-    check_scheduler(scheduler)
-
-
-def windowed(name: str, num_rows: int = 4, **sizes: int) -> WorkerCapacity:
-    """A worker with a cache group. A row starts where it has three blocks, of which each counts as two and a half."""
-    group = CacheGroup(10, num_rows * blocks_of_row(10, 4, sizes.get("pipeline_depth", 1)), block_bytes=250)
-    return replace(capacity(name, block_size=4, **sizes), groups=(group,))
-
-
-@pytest.mark.parametrize("lost", [None, 8, 2])
-def test_a_restarted_worker_reads_the_window_before_the_first_token_in_each_group(lost: int | None) -> None:
-    """The worker starts from the deepest place before which the tier has the whole window."""
-    scheduler = make_scheduler(windowed("w0"))
-    warm(scheduler)
-    held = digests_of(scheduler, "w0")
-    names = [group_digest(digest, 1) for index, digest in enumerate(held) if index != lost]
-    scheduler.remove_worker("w0")
-    scheduler.add_worker(windowed("w0", worker_epoch=2))
-    scheduler.moves.change_tiers("w0", dict.fromkeys((*held, *names), TierKind.DISK))
-    scheduler.add_group(make_group([*PROMPT, 7], "again", max_tokens=1), 1.0)
-    (move,) = moves_of(scheduler)
-    end = 8 if lost == 8 else 10
-    tail = held[end - 3 : end]
-    assert move.digests == held[:end]
-    assert [extra.digest for extra in move.extras] == [group_digest(digest, 1) for digest in tail]
-    first = scheduler._workers["w0"].capacity.num_blocks
-    assert [(extra.block_id >= first, extra.words.tolist()) for extra in move.extras] == [
-        (True, PROMPT[4 * index : 4 * index + 4]) for index in range(end - 3, end)
-    ]
-    check_scheduler(scheduler)
-    scheduler.end_move(move.move_id, move.num_items, 0.01, 1.1)
-    check_scheduler(scheduler)
-    (batch,) = scheduler.schedule(1.1)
-    assert batch.context_lens.tolist() == [4 * end]
-    assert set(batch.commit_digests) >= {*held[:end], *(group_digest(digest, 1) for digest in tail)}
-    assert scheduler.stats().counts.moved_bytes == 100 * end + 3 * 250
-
-
-@pytest.mark.parametrize("num_rows", [1, 4])
-def test_a_row_of_a_draining_worker_sends_its_windows_ahead_if_they_can_stay_meanwhile(num_rows: int) -> None:
-    """With blocks for one row only, the source could not keep those that the row leaves behind."""
-    scheduler = make_scheduler(windowed("w0", num_rows), windowed("w1", num_rows))
-    scheduler._throughput.prefill.add(1000, 0.5)
-    scheduler.add_group(make_group(PROMPT, "stream", max_tokens=100), 0.0)
-    for _ in range(7):
-        for batch in scheduler.schedule(0.0):
-            answer(scheduler, batch, 0.0)
-    source = next(w for w in scheduler._workers.values() if w.rows.num_used)
-    scheduler.drain_worker(source.capacity.worker_id)
-    moves = scheduler.moves.take_moves()
-    check_scheduler(scheduler)
-    assert [len(move.extras) for move in moves] == ([] if num_rows == 1 else [3])
-    for move in moves:
-        scheduler.end_move(move.move_id, move.num_items, 0.01, 0.1)
-    check_scheduler(scheduler)

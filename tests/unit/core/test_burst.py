@@ -6,7 +6,7 @@ import pytest
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.messages import Deltas, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishReason, SequenceGroup, StopCondition
+from scheduler_svc.core.sequence import SequenceGroup, StopCondition
 from step_protocol.messages import StepBatch, StepOutput
 from tests.invariants import check_scheduler
 
@@ -81,40 +81,6 @@ def test_the_pipeline_counts_messages() -> None:
     driver.add("r")
     driver.warm_up(8)
     assert [1 + len(message.then) for message in driver.in_flight] == [3, 3]
-
-
-def test_a_burst_ends_at_the_limit_of_its_last_row() -> None:
-    driver = Driver(burst_s=100 * STEP_S)
-    driver.add("r", max_tokens=7)
-    driver.warm_up(2)  # the next message carries the rest
-    assert driver.burst == [PROMPT_LEN + 1 + i for i in range(5)]
-    ends = [deltas.finished for deltas in driver.answer()]
-    assert [len(end) for end in ends] == [0, 0, 0, 0, 1]
-    assert not driver.scheduler.has_work
-
-
-def test_a_row_at_its_limit_leaves_a_burst_and_the_others_continue() -> None:
-    driver = Driver(burst_s=100 * STEP_S, max_num_seqs=3)
-    for name, max_tokens in {"long": 12, "short": 5, "longer": 14}.items():
-        driver.add(name, max_tokens)
-    driver.warm_up(2)
-    (message,) = driver.in_flight
-    assert [len(step.rows) for step in (message, *message.then)] == [3, 3, 3, *[2] * 7, 1, 1]
-    assert all(step.is_decode for step in (message, *message.then))
-    ends = [[end.group.request_id for end in deltas.finished] for deltas in driver.answer()]
-    assert ends == [[], [], ["short"], *[[]] * 6, ["long"], [], ["longer"]]
-
-
-def test_a_run_continues_when_a_row_is_aborted() -> None:
-    driver = Driver(burst_s=4.5 * STEP_S)
-    driver.add("stays")
-    driver.add("leaves")
-    driver.warm_up()
-    driver.scheduler.abort_group("leaves", FinishReason.ABORTED)
-    assert [len(deltas.token_ids) for deltas in driver.answer()] == [1] * 4
-    (message,) = driver.in_flight
-    assert [(len(step.rows), step.is_decode) for step in (message, *message.then)] == [(1, True)] * 4
-    assert len(message.close_rows) == 1
 
 
 def test_a_request_with_room_begins_with_the_next_message() -> None:

@@ -48,14 +48,6 @@ def test_a_step_without_rows_carries_changes_that_are_due() -> None:
     assert scheduler.changes_due_at == math.inf
 
 
-def test_a_later_wait_starts_again() -> None:
-    scheduler = make_scheduler(changes_wait_s=WAIT_S)
-    for now in (1.0, 1.2):
-        serve_one(scheduler, now)
-        assert not scheduler.schedule(now)
-        assert scheduler.changes_due_at == now + WAIT_S
-
-
 def test_changes_of_a_draining_worker_do_not_wait() -> None:
     scheduler = make_scheduler(changes_wait_s=WAIT_S)
     serve_one(scheduler, 1.0)
@@ -64,12 +56,3 @@ def test_changes_of_a_draining_worker_do_not_wait() -> None:
     [batch] = scheduler.schedule(1.1)
     assert has_changes(batch)
     assert scheduler.changes_due_at == math.inf
-
-
-def test_changes_of_a_lost_worker_are_forgotten() -> None:
-    scheduler = make_scheduler(changes_wait_s=WAIT_S)
-    serve_one(scheduler, 1.0)
-    assert not scheduler.schedule(1.0)
-    scheduler.remove_worker("w0")
-    assert scheduler.changes_due_at == math.inf
-    assert not scheduler.schedule(9.0)

@@ -91,62 +91,12 @@ def test_a_prefix_of_another_scheduler_is_pulled_and_hit(lender: Scheduler, borr
     assert not lender.is_source("theirs")
 
 
-def test_lent_blocks_are_given_back_when_the_only_worker_leaves(lender: Scheduler, borrower: Scheduler) -> None:
-    search = search_of(borrower)
-    _, lent = lend(lender, search)
-    borrower.moves.end_search(search, lent, 1.05)
-    move_of(borrower)
-    borrower.remove_worker("ours")
-    assert borrower.moves.is_on
-    assert borrower.moves.take_read() == [lent]
-    assert not borrower.moves.is_on
-
-
 def test_a_search_that_finds_nothing_costs_one_wait(borrower: Scheduler) -> None:
     search = search_of(borrower)
     borrower.moves.end_search(search, None, 1.05)
     (batch,) = borrower.schedule(1.1)
     assert batch.context_lens.tolist() == [0]
     assert borrower.moves.take_searches() == []
-
-
-def test_a_search_without_an_answer_ends_by_itself(borrower: Scheduler) -> None:
-    search = search_of(borrower)
-    assert borrower.moves.next_end_of_patience(1.0) == search.give_up_at
-    (batch,) = borrower.schedule(search.give_up_at)
-    assert batch.context_lens.tolist() == [0]
-
-
-def test_a_loan_that_ended_before_the_move_began_is_not_read(lender: Scheduler, borrower: Scheduler) -> None:
-    search = search_of(borrower)
-    _, lent = lend(lender, search)
-    borrower.moves.end_search(search, lent, 1.05)
-    borrower.moves.end_search(search, None, 1.05)
-    (batch,) = borrower.schedule(1.1)
-    assert batch.context_lens.tolist() == [0]
-
-
-def test_sequences_with_the_same_prefix_wait_for_one_search(lender: Scheduler, borrower: Scheduler) -> None:
-    borrower.add_group(make_group([*PROMPT, 8], "other", max_tokens=1), 1.0)
-    search = search_of(borrower)
-    _, lent = lend(lender, search)
-    borrower.moves.end_search(search, lent, 1.05)
-    move = move_of(borrower)
-    borrower.end_move(move.move_id, 10, 0.01, 1.2)
-    (batch,) = borrower.schedule(1.2)
-    assert batch.context_lens.tolist() == [40, 40]
-
-
-def test_another_prompt_takes_only_the_blocks_that_it_shares(lender: Scheduler, borrower: Scheduler) -> None:
-    """It waits for the search of the first, whose first block it has too."""
-    other = [*PROMPT[:20], *range(60, 81)]
-    search = search_of(borrower)
-    borrower.add_group(make_group(other, "other", max_tokens=1), 1.0)
-    assert borrower.schedule(1.0) == []
-    _, lent = lend(lender, search)
-    assert lent.num_held(borrower._requests.groups["other"].sequences[0].digests, 10) == 5
-    borrower.moves.end_search(search, lent, 1.05)
-    assert [len(move.digests) for move in (borrower.schedule(1.1), borrower.moves.take_moves())[1]] == [10]
 
 
 def test_short_prompts_and_other_settings_search_nothing(lender: Scheduler) -> None:
@@ -184,27 +134,6 @@ def test_the_price_of_searches_is_measured(borrower: Scheduler) -> None:
     assert searches(50, took_s=2.0)
     assert not any(searches(number, took_s=0.001) for number in range(51, 60))
     assert any(searches(number, took_s=0.001) for number in range(60, 2000))
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"worker_id": "gone"},
-        {"worker_epoch": 77},
-        {"layout": b"other revision or numerics"},
-        {"token_ids": np.zeros(40, np.uint32)},
-        {"token_ids": np.arange(1, 40, dtype=np.uint32)},
-        {"digests": [bytes(16)] * 10},
-        {"digests": [], "token_ids": np.zeros(0, np.uint32)},
-    ],
-    ids=lambda changed: "-".join(changed),
-)
-def test_only_exactly_these_blocks_are_lent(lender: Scheduler, borrower: Scheduler, changed: dict[str, object]) -> None:
-    search = search_of(borrower)
-    assert lender.loans.begin(wanted(search, **changed)) is None
-    check_scheduler(lender)
-    assert not lender.is_source("theirs")
-    assert lender.loans.begin(wanted(search)) is not None
 
 
 def test_a_part_of_a_pool_can_be_lent_at_once(lender: Scheduler, borrower: Scheduler) -> None:

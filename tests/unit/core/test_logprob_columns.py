@@ -168,21 +168,6 @@ def test_a_scored_prompt_is_published_but_not_read_from_the_cache() -> None:
     assert scheduler.stats().counts.prefix_cache_hits == 16, "only the last request reads the cache"
 
 
-def test_a_resumed_request_starts_after_the_delivered_positions() -> None:
-    scheduler = make_scheduler()
-    worker = Worker(scheduler)
-    for handle, delivered in ((0, 1), (1, 14), (2, 20)):
-        group = make_group(
-            20, f"r{handle}", handle=handle, max_tokens=1, prompt_logprobs=0, num_prompt_logprobs=delivered
-        )
-        worker.note(scheduler.add_group(group, 0.0))
-        while scheduler.has_work:
-            for batch in scheduler.schedule(0.0):
-                worker.answer(batch)
-    assert worker.delivered == {0: list(range(1, 20)), 1: list(range(14, 20))}
-    assert worker.computed == {0: 0, 1: 12}, "blocks before the delivered positions come from the cache"
-
-
 def test_prompt_logprobs_of_an_unknown_row_are_refused() -> None:
     scheduler = make_scheduler()
     scheduler.add_group(make_group(4, prompt_logprobs=0), 0.0)

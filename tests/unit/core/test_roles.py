@@ -10,7 +10,6 @@ import pytest
 from scheduler_svc.core.messages import MigrationReason, WorkerCapacity
 from scheduler_svc.core.policy import placement_scores
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishReason
 from step_protocol.types import BlockMovement, WorkerRole
 from tests.builders import answer, make_capacity, make_group, make_scheduler
 from tests.invariants import check_scheduler
@@ -71,27 +70,6 @@ def test_a_stream_leaves_the_prefill_worker_with_its_blocks() -> None:
     assert scheduler.stats().counts.transferred_tokens == 2 * len(PROMPT)
 
 
-def test_a_stream_stays_while_no_other_worker_has_room() -> None:
-    scheduler = make_scheduler(worker("p", WorkerRole.PREFILL), worker("d", WorkerRole.DECODE, max_num_seqs=1))
-    for name in ("a", "b", "c"):
-        stream(scheduler, [ord(name), *PROMPT], name)
-    run(scheduler, 12)
-    found = running(scheduler)
-    assert (len(found["p"]), len(found["d"])) == (2, 1)
-
-
-def test_a_stream_that_ends_before_it_leaves_blocks_no_other_one() -> None:
-    scheduler = make_scheduler(worker("p", WorkerRole.PREFILL), worker("d", WorkerRole.DECODE, max_num_seqs=1))
-    stream(scheduler, PROMPT, "a")
-    while not (moves := scheduler.moves.take_moves()):
-        run_step(scheduler)
-    scheduler.end_move(moves[0].move_id, len(moves[0].digests), 0.01, scheduler._now)
-    scheduler.abort_group("a", FinishReason.ABORTED)
-    stream(scheduler, [7, *PROMPT], "b")
-    run(scheduler, 8)
-    assert running(scheduler)["d"] == ["b"]
-
-
 def test_a_row_that_leaves_makes_room_in_the_same_turn() -> None:
     """Between two answers of its worker nothing else says that its row is free."""
     roles = WorkerRole.PREFILL, WorkerRole.DECODE
@@ -117,13 +95,3 @@ def test_the_other_worker_does_everything_if_one_is_lost(gone: str) -> None:
     run(scheduler, 6)
     (left,) = running(scheduler).values()
     assert sorted(left) == ["a", "b"]
-
-
-def test_a_failed_move_costs_time_only_and_the_stream_does_not_return() -> None:
-    scheduler = pair()
-    stream(scheduler, PROMPT, "busy")
-    run(scheduler, 8)
-    stream(scheduler, [7, *PROMPT], "long")
-    run(scheduler, 8, moves=False)
-    assert running(scheduler) == {"p": [], "d": ["busy", "long"]}
-    assert scheduler.stats().counts.migrations[MigrationReason.HANDOVER] <= 2

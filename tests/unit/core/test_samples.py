@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_svc.core.messages import Finished
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishReason
 from step_protocol.messages import StepBatch
 from tests.builders import make_capacity, make_group, make_scheduler
 from tests.invariants import check_scheduler
@@ -39,53 +37,6 @@ def test_samples_are_admitted_as_rows_become_free_and_small_requests_run_beside_
     first = first_steps(scheduler, {120: [f"small{i}" for i in range(12)]})
     assert [first[1, sample] for sample in range(4)] == [1, 1, 1, 101]
     assert [first[handle, 0] for handle in range(10, 22)] == [120 + 4 * (i // 2) for i in range(12)]
-
-
-def answer_all(scheduler: Scheduler, num_steps: int = 1000) -> list[Finished]:
-    """Answer the next `num_steps` steps, or all steps. Returns the samples that ended."""
-    ended: list[Finished] = []
-    for _ in range(num_steps):
-        for batch in scheduler.schedule(0.0):
-            ended += scheduler.update(answer(batch), 0.0).finished
-        check_scheduler(scheduler)
-        if not scheduler.has_work:
-            break
-    return ended
-
-
-def test_a_sample_that_was_late_starts_from_the_cached_prompt() -> None:
-    scheduler = make_scheduler(make_capacity(max_num_seqs=3))
-    scheduler.add_group(make_group(range(100, 104), "pair", n=2, max_tokens=40, ignore_eos=True), 0.0)
-    answer_all(scheduler, 1)
-    scheduler.add_group(make_group(10, "group", n=3, max_tokens=2, ignore_eos=True), 0.0)
-    ended = [end for end in answer_all(scheduler) if end.group.request_id == "group"]
-    assert [(end.sample_index, end.num_cached_tokens) for end in ended] == [(0, 0), (1, 8), (2, 8)]
-
-
-def test_samples_that_do_not_fit_together_run_one_after_the_other() -> None:
-    scheduler = make_scheduler(make_capacity(num_blocks=8), watermark=0.0)
-    scheduler.add_group(make_group(range(50, 54), "other", max_tokens=12, ignore_eos=True), 0.0)
-    answer_all(scheduler, 1)
-    scheduler.add_group(make_group(range(100, 104), "group", n=3, max_tokens=12, ignore_eos=True), 0.0)
-    answer_all(scheduler, 2)
-    assert (scheduler.load().num_running, scheduler.load().num_waiting) == (2, 1)
-    answer_all(scheduler)
-    assert not scheduler.has_work
-    assert scheduler.stats().counts.num_preemptions == 0
-
-
-def test_a_request_can_end_while_some_samples_wait() -> None:
-    scheduler = make_scheduler(make_capacity(max_num_seqs=5))
-    scheduler.add_group(make_group(range(100, 104), "others", n=3, max_tokens=40, ignore_eos=True), 0.0)
-    answer_all(scheduler, 1)
-    scheduler.add_group(make_group(10, "group", n=5, max_tokens=20, ignore_eos=True), 0.0)
-    answer_all(scheduler, 1)
-    assert (scheduler.load().num_running, scheduler.load().num_waiting) == (5, 1)
-    scheduler.finish_sample("group", 4, FinishReason.STOP)
-    check_scheduler(scheduler)
-    assert len(scheduler.abort_group("group", FinishReason.ABORTED).finished) == 4
-    check_scheduler(scheduler)
-    assert scheduler.load().num_waiting == 0
 
 
 @pytest.mark.parametrize("shape", [(4, 64, 1000), (16, 20, 300), (128, 1, 1000)], ids=lambda shape: f"{shape}")

@@ -5,17 +5,15 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from prefix_index.hashing import extend_digests, root_digest
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
-    DuplicateRequestError,
     NeverFitsError,
     QueueFullError,
     UnexpectedStepError,
     UnreachableDeadlineError,
     WorkerMismatchError,
 )
-from scheduler_svc.core.messages import CachedBlock, MigrationReason, WorkerCapacity
+from scheduler_svc.core.messages import MigrationReason, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import (
     TRANSITIONS,
@@ -122,21 +120,6 @@ def test_workers_of_another_size_may_join_when_no_request_is_left() -> None:
     check_scheduler(scheduler)
 
 
-def test_deadlines_of_admitted_sequences_are_dropped_early() -> None:
-    scheduler, now = make(), 0.0
-    for i in range(200):
-        scheduler.add_group(group(f"{i}", range(4), timeout_s=86_400.0), now)
-        now += 0.1
-        while batches := scheduler.schedule(now):
-            for batch in batches:
-                scheduler.update(answer(batch), now)
-    scheduler.add_group(group("waits", range(1, 5), timeout_s=5.0), now)
-    assert len(scheduler._waiting._deadlines) < 100
-    scheduler.remove_worker("w")
-    scheduler.schedule(now + 6.0)
-    assert [finished.group.request_id for finished in scheduler.take_expired().finished] == ["waits"]
-
-
 @pytest.mark.parametrize("order", [[1, 0], [0, 1, 1], [0, 0]])
 def test_an_answer_whose_rows_are_out_of_order_or_come_twice_is_refused(order: list[int]) -> None:
     scheduler = make()
@@ -163,22 +146,6 @@ def test_an_answer_out_of_order_or_for_other_rows_is_refused_and_changes_nothing
     deltas = scheduler.update(answer(batch), 0.0)
     assert deltas.token_ids.tolist() == [500]
     assert not len(scheduler.update(StepOutput(1, EMPTY, EMPTY, worker_id="gone"), 0.0).token_ids)
-
-
-def test_adopted_blocks_are_hits_after_a_comparison_of_tokens() -> None:
-    config = SchedulerConfig(root_salt=b"model")
-    digests: list[bytes] = []
-    extend_digests(digests, root_digest(b"model", 4, b""), u32(*range(8)), 4)
-    scheduler = Scheduler(config)
-    blocks = [CachedBlock(7, digests[0], u32(0, 1, 2, 3)), CachedBlock(3, digests[1], u32(4, 5, 6, 99))]
-    scheduler.add_worker(capacity(), blocks)
-    scheduler.add_group(group("a", range(9)), 0.0)
-    (batch,) = scheduler.schedule(0.0)
-    assert batch.opens[0].num_computed_tokens == 4  # block 3 holds other tokens than its digest says
-    assert batch.opens[0].block_table[0] == 7
-    check_scheduler(scheduler)
-    with pytest.raises(ValueError, match="block 99"):
-        scheduler.add_worker(capacity("x"), [CachedBlock(99, digests[0], u32(0, 1, 2, 3))])
 
 
 def test_without_prefix_caching_every_prompt_is_computed() -> None:
@@ -210,23 +177,6 @@ def test_a_failed_row_is_tried_once_more_on_another_worker() -> None:
     assert scheduler.stats().counts.migrations == {MigrationReason.FAILED: 1}
     assert fail_all(scheduler, batches[0]) == [("a", FinishReason.ERROR)]
     assert not scheduler.has_work
-
-
-def test_a_retry_waits_for_the_other_worker_unless_it_is_removed() -> None:
-    scheduler = make()
-    scheduler.add_group(group("a", range(6)), 0.0)
-    (batch,) = scheduler.schedule(0.0)
-    scheduler.add_worker(capacity("other", max_num_seqs=1))
-    scheduler.add_group(group("b", range(50, 56)), 0.0)
-    (busy,) = scheduler.schedule(0.0)
-    assert (busy.worker_id, busy.opens[0].group.request_id) == ("other", "b")
-    assert fail_all(scheduler, batch) == []
-    (closing,) = scheduler.schedule(0.0)
-    assert not len(closing.rows)  # w has room, but failed it
-    scheduler.update(answer(closing), 0.0)
-    scheduler.remove_worker("other")
-    (batch,) = scheduler.schedule(0.0)
-    assert [o.group.request_id for o in batch.opens] == ["a", "b"]
 
 
 def test_a_queue_is_bounded_by_tokens_too() -> None:
@@ -419,37 +369,6 @@ def test_rows_leave_a_draining_worker_when_its_time_ends() -> None:
     assert found == [2, 2, 0]
 
 
-def test_a_row_of_a_drained_worker_stays_if_no_other_worker_could_hold_it() -> None:
-    scheduler = make()
-    scheduler.add_group(group("big", range(40), max_tokens=20), 0.0)
-    scheduler.add_group(group("small", range(100, 104)), 0.0)
-    (batch,) = scheduler.schedule(0.0)
-    scheduler.add_worker(capacity("tiny", num_blocks=4))
-    scheduler.drain_worker("w")
-    check_scheduler(scheduler)
-    scheduler.update(answer(batch), 0.0)
-    served = {b.worker_id: [o.group.request_id for o in b.opens] for b in scheduler.schedule(0.0)}
-    assert served == {"w": [], "tiny": ["small"]}
-    assert scheduler.stats().workers[0].rows_used == 1
-
-
-def test_a_gateway_that_resumes_late_does_not_take_back_a_request_that_moved() -> None:
-    scheduler = make()
-
-    def send(origin: str, **options: object) -> list[int]:
-        deltas = scheduler.add_group(group("a", range(4), origin=origin, owner=ord(origin), **options), 0.0)
-        return [finished.group.owner for finished in deltas.finished]
-
-    assert send("f") == []
-    assert send("g", takes_over=True) == [ord("f")]  # the client left f, which is frozen
-    with pytest.raises(DuplicateRequestError):
-        send("f", takes_over=True)  # f resumes: its stream has ended, but f does not know yet that its client left
-    assert send("g", takes_over=True) == [ord("g")]  # g lost its stream and sends it again on a new one
-    scheduler.abort_group("a", FinishReason.ABORTED)
-    assert send("f", takes_over=True) == []  # g is lost: no gateway has it
-    check_scheduler(scheduler)
-
-
 def crowded_scheduler(urgent: SequenceGroup) -> Scheduler:
     """One urgent request runs beside many others; a second urgent one has no room beside the first."""
     scheduler = make(SchedulerConfig(watermark=0.0), num_blocks=40, max_model_len=160, max_num_batched_tokens=256)
@@ -483,31 +402,3 @@ def test_a_sequence_without_room_beside_equals_is_not_asked_in_each_step(monkeyp
             scheduler.update(answer(batch), 0.0)
     assert scheduler.stats().num_waiting == 1
     assert 0 < len(checks) <= 16, "again when a row ends, and as the projected peak falls"
-
-
-def test_a_displaced_sequence_does_not_take_its_blocks_back_before_the_urgent_one_has_them() -> None:
-    """Its blocks are cached, so it was admitted again at almost no cost, displaced again, and neither made progress."""
-    scheduler = make(num_blocks=8, pipeline_depth=3)
-    scheduler.add_group(group("patient", range(20), max_tokens=8), 0.0)
-    in_flight = scheduler.schedule(0.0)
-    scheduler.update(answer(in_flight.pop(0)), 0.0)
-    in_flight += scheduler.schedule(0.0)
-    scheduler.add_group(group("urgent", range(100, 124), priority=-1), 0.0)
-    opened = []
-    while in_flight and not opened:
-        scheduler.update(answer(in_flight.pop(0)), 0.0)
-        in_flight += scheduler.schedule(0.0)
-        opened = [row.group.request_id for batch in in_flight for row in batch.opens]
-        check_scheduler(scheduler)
-    assert opened == ["urgent"]
-    assert scheduler.stats().counts.num_preemptions == 1
-
-
-def test_min_tokens_holds_back_the_end_of_a_continuation() -> None:
-    """A continuation that ends with EOS or a stop id is complete only above min_tokens."""
-    stop = StopCondition(9, frozenset({3}), min_tokens=2)
-    for token, reason in ((7, FinishReason.EOS), (3, FinishReason.STOP)):
-        for output, ends in (([1, token], []), ([1, 1, token], [reason])):
-            scheduler = make(SchedulerConfig(eos_token_ids=frozenset({7})))
-            deltas = scheduler.add_group(SequenceGroup("r", u32(1, 2), stop, outputs=[u32(*output)]), 0.0)
-            assert [finished.reason for finished in deltas.finished] == ends

@@ -14,7 +14,6 @@ from scheduler_svc.core.messages import WorkerCapacity
 from scheduler_svc.core.sequence import StopCondition
 from scheduler_svc.core.speculation import Accepted
 from tests.sim.cluster import ROOT_SALT, Cluster, Request
-from tests.sim.inputs import IDS
 
 VOCAB = 1000
 BLOCK = 16
@@ -66,46 +65,6 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(count)]
 
 
-def test_the_end_of_a_prompt_is_kept_and_hit():
-    server = Server(4)
-    prompt = tokens(100)
-    assert server.run(prompt) == [0]
-    assert server.positions() == [96]
-    assert server.run(prompt) == [96]
-    assert server.run(prompt[:96]) == [0]  # one token at least is computed, and there is no snapshot before
-    assert server.positions() == [80, 96]
-
-
-def test_the_third_prompt_starts_where_two_differ():
-    server = Server(8)
-    shared = tokens(70)
-    assert server.run(shared + tokens(40, 1)) == [0]
-    assert server.run(shared + tokens(40, 2)) == [0]
-    assert 64 in server.positions()
-    assert server.run(shared + tokens(40, 3)) == [64]
-
-
-def test_a_state_after_another_image_is_no_hit():
-    server = Server(8)
-    first, other = ([*tokens(20), *IDS[content][:40], *tokens(60, 1)] for content in (0, 1))
-    assert server.run(first) == [0]
-    assert server.run(other) == [0]
-    assert server.run(other[:70] + tokens(20, 2)) == [16]  # where the two differ; 64 is after the image
-    assert server.run(first) == server.run(other) == [112]
-
-
-@pytest.mark.parametrize("draft_rate", [0.0, 0.3, 0.7, 1.0])
-def test_a_turn_starts_from_the_newest_block_of_the_output(draft_rate):
-    server = Server(8, draft_rate=draft_rate)
-    prompt = tokens(40)
-    server.run(prompt, max_tokens=60)
-    assert server.positions() == [32, 96]
-    assert (server.worker.num_accepted > 0) == (draft_rate > 0)
-    assert len(server.part.kept) + len(server.part._free) == 8
-    output = next(iter(server.cluster.requests.values())).delivered[0]
-    assert server.run(prompt + output + tokens(20, 1)) == [96]
-
-
 @pytest.mark.parametrize("row", [0, 5])
 @pytest.mark.parametrize(("position", "has_passed"), [(47, False), (48, True), (51, True), (52, False)])
 def test_an_answer_says_which_positions_a_speculating_row_has_passed(row, position, has_passed):
@@ -132,13 +91,6 @@ def test_a_snapshot_that_saves_more_is_kept_longer():
     assert server.run(long) == [992]
     assert server.run(short) == [0]
     assert server.part.counts.snapshots_evicted > 0
-
-
-def test_without_slots_there_are_no_hits():
-    server = Server(0)
-    prompt = tokens(100)
-    assert server.run(prompt) == [0]
-    assert server.run(prompt) == [0]
 
 
 @pytest.mark.parametrize("prefix", [1000, 1100])

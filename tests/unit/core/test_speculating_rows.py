@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from scheduler_svc.core.scheduler import Scheduler
 from step_protocol.messages import StepBatch, StepOutput
@@ -110,19 +109,6 @@ def test_rows_without_drafts_use_the_blocks_that_were_taken_for_drafts_and_have_
             ]
             assert step.slot_mapping.tolist() == slots
         driver.answer()
-
-
-@pytest.mark.parametrize("num_tokens", [1, 2, 4])
-def test_blocks_that_a_row_fills_become_cached_prefixes(num_tokens: int) -> None:
-    driver = Driver()
-    driver.wanted = [3, 0]
-    for _ in range(30 // num_tokens):
-        driver.answer(num_tokens)
-    r, pool = driver.worker.rows, driver.worker.pool
-    for row in (0, 1):
-        full = (int(r.num_tokens[row]) - 1) // r.block_size
-        assert full > 2
-        assert pool.are_committed(r.table[row, :full].astype(np.int64)).all()
 
 
 def test_no_row_takes_blocks_for_drafts_while_the_pool_has_fewer_than_rows() -> None:

@@ -47,18 +47,6 @@ def lose_the_big_one(num_streams: int) -> Scheduler:
     return scheduler
 
 
-def test_an_unschedulable_request_delays_no_other_one() -> None:
-    scheduler = lose_the_big_one(20)
-    for i in range(5):
-        add(scheduler, f"short{i}", 7000 + 10 * i, 4, 4, 0.3, tenant_id=f"t{i}")
-    assert run(scheduler, 1.0).keys() == {f"short{i}" for i in range(5)}
-    assert scheduler.stats().num_waiting == scheduler.stats().num_unschedulable == 20
-    scheduler.add_worker(BIG)
-    ended = run(scheduler, 2.0)
-    assert {end.reason for end in ended.values()} == {FinishReason.LENGTH}
-    assert len(ended) == 20
-
-
 def test_an_unschedulable_request_ends_when_no_worker_joins_in_time() -> None:
     scheduler = lose_the_big_one(2)
     assert not run(scheduler, 1.0)
@@ -98,14 +86,6 @@ def test_without_any_worker_requests_end_together_and_later_ones_are_refused() -
     scheduler.add_worker(SMALL)
     add(scheduler, "again", 7000, 4, 4, 70.0)
     assert run(scheduler, 70.0)["again"].reason is FinishReason.LENGTH
-
-
-def test_samples_run_one_after_the_other_on_a_worker_with_fewer_rows() -> None:
-    scheduler = make_scheduler(make_capacity("wide"), make_capacity("narrow", max_num_seqs=2))
-    add(scheduler, "many", 900, 4, 2, 0.0, n=3)
-    scheduler.remove_worker("wide")
-    assert run(scheduler, 1.0)["many"].reason is FinishReason.LENGTH
-    assert not scheduler.has_work
 
 
 def test_a_starved_request_reserves_no_worker_that_it_cannot_use() -> None:

@@ -44,32 +44,6 @@ class Waiting:
         return [entry.seq.group.request_id for entry in self.queue]
 
 
-def test_one_tenant_is_served_in_order_of_priority_and_arrival() -> None:
-    waiting = Waiting()
-    waiting.add("late", arrival=5.0)
-    waiting.add("early", arrival=1.0)
-    waiting.add("urgent", priority=-1, arrival=9.0)
-    preempted = waiting.add("preempted", arrival=7.0)
-    waiting.queue.remove(preempted)
-    preempted.is_admitted_before = True
-    waiting.queue.add(QueueEntry(preempted, 10))
-    assert waiting.names() == ["urgent", "preempted", "early", "late"]
-
-
-def test_an_entry_can_move_and_tokens_ahead_follow() -> None:
-    waiting = Waiting()
-    long_one = waiting.add("long", size=50, arrival=3.0)
-    waiting.add("short", size=5, arrival=4.0)
-    waiting.add("urgent", size=7, priority=-1, arrival=9.0)
-    slot = waiting.share.slot_of("")
-    assert waiting.queue.tokens_ahead(slot, 0) == 62
-    assert waiting.queue.tokens_ahead(slot, 0, 3.5) == 57
-    long_one.group.arrival = 4.5
-    waiting.queue.move(waiting.entry(long_one))
-    assert waiting.names() == ["urgent", "short", "long"]
-    assert waiting.queue.tokens_ahead(slot, 0, 4.2) == 12
-
-
 def test_tenants_take_turns_however_much_one_asks_for() -> None:
     waiting = Waiting()
     for i in range(4):

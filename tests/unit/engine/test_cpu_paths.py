@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-
 import pytest
 
 from worker_svc.engine.backend import BackendUnavailableError
@@ -11,7 +9,7 @@ from worker_svc.engine.cpu.backend import make_backend
 from worker_svc.engine.kernels import build, numerics, paths
 from worker_svc.engine.kernels.build import KernelBuildError
 from worker_svc.engine.kernels.numerics import cpu_numerics
-from worker_svc.engine.kernels.paths import CpuPathError, available_paths, chosen_path, flags_of, known_paths, path_of
+from worker_svc.engine.kernels.paths import CpuPathError, available_paths, chosen_path, flags_of, known_paths
 
 AVX2 = "fpu avx avx2 fma sse4_1"
 AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl avx512cd avx512_vnni"
@@ -63,12 +61,6 @@ def test_flags_of_a_path_on_a_processor(cpuinfo, machine, words, name, expected)
     assert plain == path.flags
 
 
-def test_arm_gets_no_flags_of_x86(monkeypatch):
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert build.native_flags() == ("-mcpu=native",)
-    assert all(flag.startswith("-march=armv8") for path in known_paths() for flag in path.flags)
-
-
 def test_a_path_that_the_processor_lacks_stops_the_worker(cpuinfo, monkeypatch):
     monkeypatch.setenv(paths.PATH_ENV, "amx")
     text = "QUIRE_CPU_PATH = amx: not a path of this processor; set one of avx2, generic"
@@ -85,15 +77,6 @@ def test_a_path_that_cannot_be_compiled_stops_the_worker(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BackendUnavailableError, match=r"QUIRE_CPU_PATH = \w+: no C\+\+ compiler found"):
         make_backend("cpu", 1, "exact")
-
-
-def test_a_chosen_path_is_loaded_with_its_flags(monkeypatch):
-    built = []
-    generic = available_paths()[-1]
-    monkeypatch.setenv(paths.PATH_ENV, generic.name)
-    monkeypatch.setattr(build, "_load_first", lambda flag_sets, sources: built.append(flag_sets) or Kernels(0, 1))
-    build.load_kernels()
-    assert built == [[(*build.STRICT_FLAGS, *flags) for flags in flags_of(generic)]]
 
 
 class Kernels:
@@ -113,12 +96,6 @@ def test_a_path_that_the_system_refuses_is_an_error(monkeypatch, kernels, text):
     monkeypatch.setattr(build, "_load_first", lambda flag_sets, sources: kernels)
     with pytest.raises(KernelBuildError, match=text):
         build.load_kernels_of(available_paths()[0])
-
-
-def test_a_compiler_that_lacks_a_flag_gets_the_plain_ones(monkeypatch):
-    generic = available_paths()[-1]
-    monkeypatch.setattr(build, "flags_of", lambda path: [("-mno-such-flag",), ("-Og",)])
-    assert path_of(build.load_kernels_of(generic).quire_arithmetic().decode()).name == generic.name
 
 
 def test_workers_on_one_chosen_path_are_of_one_kind_whatever_else_their_processors_have(cpuinfo, monkeypatch):

@@ -24,7 +24,7 @@ from tests.unit.engine.driver import GREEDY
 from worker_svc.engine.checkpoint.families import ENCODER_DECODER_NAMES, architecture_of
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.config import EngineConfig
-from worker_svc.engine.encoder_decoder.config import ENCODER_DECODERS, parse_encoder_decoder
+from worker_svc.engine.encoder_decoder.config import parse_encoder_decoder
 from worker_svc.engine.engines import load_runner
 
 BLOCK_SIZE = 16
@@ -117,10 +117,6 @@ def last_logits(steps: Steps, encoder: list[int], decoder: list[int], chunks: Ch
         output = steps.run([], {row: (start, end, end == start + size and size == chunks[-1])})
         assert not output.errors
     return steps.logits[-1][-1]
-
-
-def test_errors_name_all_architectures() -> None:
-    assert tuple(ENCODER_DECODERS) == ENCODER_DECODER_NAMES
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODER_NAMES)

@@ -82,30 +82,6 @@ def test_eight_adapters_of_different_ranks_beside_base_rows(tmp_path):
     check_against(load_reference(folder), driver, [8, 9])
 
 
-PATTERNS = {
-    "rslora": {"use_rslora": True, "r": 8},
-    "rank_pattern": {"rank_pattern": {"q_proj": 3, r"layers\.1\.self_attn\.v_proj": 5}},
-    "alpha_pattern": {"alpha_pattern": {"down_proj": 1.5}, "lora_alpha": 32},
-    "regex": {"target_modules": r".*\.(q_proj|up_proj)"},
-    "all-linear": {"target_modules": "all-linear"},
-    "one of a fused layer": {"target_modules": ["k_proj", "gate_proj"]},
-    "some layers": {"layers_to_transform": [1]},
-    "excluded": {"exclude_modules": ["o_proj"]},
-}
-
-
-@pytest.mark.parametrize("name", PATTERNS)
-def test_fields_of_the_configuration(tmp_path, name):
-    folder = make_model(tmp_path / "model")
-    fields = {"target_modules": targets_of("qwen3")} | PATTERNS[name]
-    adapter = make_adapter(folder, tmp_path / "adapter", **fields)
-    driver = Driver(load(folder))
-    driver.open(0, prompts([30])[0], adapter=place(driver.runner, "one", adapter))
-    driver.prefill(0)
-    driver.decode([0], 5)
-    check_against(load_merged(folder, adapter), driver, [0])
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_do_not_depend_on_the_batch(tmp_path, kernel_build, dtype):
     folder = make_model(tmp_path / "model", intermediate_size=128)
@@ -148,20 +124,6 @@ def test_one_call_and_single_operations_have_the_same_bits(tmp_path):
     assert all(torch.equal(drivers[0].logits[key], drivers[1].logits[key]) for key in drivers[0].logits)
 
 
-def test_int8_weights_with_an_adapter(tmp_path):
-    folder = make_model(tmp_path / "model")
-    adapter = make_adapter(folder, tmp_path / "adapter", target_modules=targets_of("qwen3"), strength=2.0)
-    logits = []
-    for digest_of in (lambda runner: place(runner, "one", adapter), lambda runner: b""):
-        driver = Driver(load(folder, quantize="int8"))
-        driver.open(0, prompts([30])[0], adapter=digest_of(driver.runner))
-        driver.prefill(0)
-        logits.append(driver.logits[0, 30])
-    assert driver.errors == []
-    expected = load_merged(folder, adapter)(torch.tensor([prompts([30])[0]])).logits[0, -1]
-    assert (logits[0] - expected).abs().max() < 0.3 * (logits[1] - expected).abs().max()
-
-
 # -- names of other writers --------------------------------------------------------------------------------------------
 
 
@@ -174,29 +136,11 @@ def rewritten(adapter, target, rename):
     return target
 
 
-WRITERS = {
-    "without base_model": lambda name: name.removeprefix("base_model.model."),
-    "layers only": lambda name: name.removeprefix("base_model.model.model."),
-    "with the adapter's name": lambda name: name.replace(".weight", ".default.weight"),
-    "language model": lambda name: name.replace("model.layers", "model.language_model.layers"),
-    "language model first": lambda name: name.replace("model.layers", "language_model.model.layers"),
-}
-
-
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory):
     """A model and an adapter of it."""
     folder = make_model(tmp_path_factory.mktemp("model"))
     return folder, make_adapter(folder, tmp_path_factory.mktemp("adapter"), target_modules=targets_of("qwen3"))
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_names_of_other_writers(tmp_path, qwen3, name):
-    folder, adapter = qwen3
-    runner = load(folder)
-    expected = runner.adapters.load("one", adapter)
-    found = runner.adapters.load("two", rewritten(adapter, tmp_path / "other", WRITERS[name]))
-    assert found.digest == expected.digest
 
 
 LAYER = "base_model.model.model.layers.0"

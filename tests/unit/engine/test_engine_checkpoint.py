@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,12 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import MistralConfig
 
-from request_fields.fields import SamplingParams
-from tests.unit.engine.driver import Driver
 from tests.unit.engine.models import make_model
-from worker_svc.engine.backend import BackendUnavailableError
 from worker_svc.engine.checkpoint.model_folder import BUNDLE_FILES, MAX_TENSORS, CheckpointError, tensor_sums
 from worker_svc.engine.checkpoint.tensors import Checkpoint, WeightsDigest
 from worker_svc.engine.config import EngineConfig
@@ -115,58 +110,6 @@ def test_a_separate_head_with_tied_embeddings_is_refused(tmp_path):
         load(folder)
 
 
-def test_a_tied_checkpoint_may_store_only_its_head(tmp_path):
-    folder = make_model(tmp_path, "llama", tie_word_embeddings=True, num_hidden_layers=1)
-    whole = logits_of(folder)
-    change_tensors(folder, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
-    assert torch.equal(logits_of(folder), whole)
-
-
-def logits_of(folder):
-    driver = Driver(load(folder))
-    driver.open(0, [5, 9, 2, 7, 7, 30, 100])
-    driver.prefill(0)
-    return driver.logits[0, 7]
-
-
-STACKED = ("qwen3_5_moe", "qwen3_next", "glm4_moe", "minimax_m2", "lfm2_moe", "nemotron_h", "mellum", "deepseek_v3")
-EXPERT_NAME = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
-
-
-def stack_experts(tensors):
-    """The experts of a layer in one tensor, as transformers holds them."""
-    found = {}
-    for name in [name for name in tensors if EXPERT_NAME.fullmatch(name)]:
-        base, expert, linear = EXPERT_NAME.fullmatch(name).groups()
-        found.setdefault(base, {}).setdefault(linear, {})[int(expert)] = tensors.pop(name)
-    for base, linears in found.items():
-        parts = {linear: torch.stack([of[i] for i in sorted(of)]) for linear, of in linears.items()}
-        gate, up, down = (parts.get(old, parts.get(new)) for old, new in
-                          (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")))  # fmt: skip
-        tensors[f"{base}.down_proj"] = down
-        tensors[f"{base}.up_proj" if gate is None else f"{base}.gate_up_proj"] = (
-            up if gate is None else torch.cat((gate, up), 1)
-        )
-
-
-@pytest.mark.parametrize("architecture", STACKED)
-def test_experts_in_one_tensor_per_layer_load_as_single_ones(tmp_path, architecture):
-    folder = make_model(tmp_path, architecture)
-    single = logits_of(folder)
-    change_tensors(folder, stack_experts)
-    assert not any(EXPERT_NAME.fullmatch(name) for name in load_file(folder / "model.safetensors"))
-    assert torch.equal(logits_of(folder), single)
-    down = next(name for name in load_file(folder / "model.safetensors") if name.endswith("experts.down_proj"))
-    change_tensors(folder, lambda t: t.update({down: t[down][:, :, 1:].clone()}))
-    with pytest.raises(CheckpointError, match=r"down_proj.*has shape"):
-        load(folder)
-
-
-def test_a_single_file_has_precedence_over_an_index(folder):
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "nowhere.safetensors"}}')
-    load(folder)
-
-
 def test_missing_shard_is_named(tmp_path):
     folder = make_model(tmp_path, "llama", max_shard_size="60KB")
     shard = sorted(folder.glob("model-*.safetensors"))[1]
@@ -178,24 +121,6 @@ def test_missing_shard_is_named(tmp_path):
     shard.unlink()
     with pytest.raises(CheckpointError, match=shard.name):
         load(folder)
-
-
-def test_info(folder, rewrite_config):
-    rewrite_config(folder, "generation_config.json", eos_token_id=[2, 5], temperature=0.6, top_k=20, top_p=0.95)
-    info = load(folder).info
-    assert info.model == "some-model"
-    assert (info.vocab_size, info.eos_token_ids) == (211, (2, 5))
-    assert info.default_sampling == SamplingParams(0.6, 20, 0.95, 0.0, 0)
-    assert (info.dtype, info.max_model_len) == ("float32", 128)  # the capacity of 8 blocks
-    assert load(folder, model_name="renamed").info.model == "renamed"
-
-
-def test_revision_depends_on_config_and_dtype(tmp_path, folder, rewrite_config):
-    revision = load(folder).info.revision
-    assert load(make_model(tmp_path / "copy", "qwen3", num_hidden_layers=1)).info.revision == revision
-    assert load(folder, dtype="bfloat16").info.revision != revision
-    rewrite_config(folder, rms_norm_eps=1e-3)
-    assert load(folder).info.revision != revision
 
 
 def test_revision_depends_on_each_file_that_changes_a_token(folder, rewrite_config):
@@ -221,31 +146,6 @@ def test_revision_depends_on_each_file_that_changes_a_token(folder, rewrite_conf
     assert revision() == seen[-1]
 
 
-def test_eos_falls_back_to_the_config(folder, rewrite_config):
-    (folder / "generation_config.json").unlink()
-    assert load(folder).info.eos_token_ids == (2,)
-    assert load(folder).info.default_sampling.temperature == 1.0
-    for bad in ("two", -1, [2, -1], 10**12):
-        rewrite_config(folder, eos_token_id=bad)
-        with pytest.raises(ValueError, match="eos_token_id must be a token id"):
-            load(folder)
-
-
-def test_pool_is_sized_from_memory(folder):
-    per_block = 2 * 16 * 2 * 16 * 4  # keys and values, tokens, heads, head_dim, float32
-    assert load(folder, num_blocks=None, kv_cache_memory=10 * per_block + 1).info.num_blocks == 10
-    with pytest.raises(ValueError, match="kv_cache_memory"):
-        load(folder, num_blocks=None, kv_cache_memory=per_block - 1)
-    assert load(folder, num_blocks=None).info.num_blocks > 1000
-
-
-def test_max_model_len(folder, rewrite_config, caplog):
-    assert load(folder, num_blocks=200).info.max_model_len == 1024
-    assert load(folder, max_model_len=50).info.max_model_len == 50
-    with pytest.raises(ValueError, match="max_model_len 2000 is above the model's 1024"):
-        load(folder, max_model_len=2000)
-
-
 def test_a_pool_that_holds_a_window_does_not_cap_the_length(tmp_path):
     folder = make_model(tmp_path, "mistral", sliding_window=64)
     assert load(folder).info.max_model_len == 1024  # the model's length: the pool holds more than a window
@@ -253,33 +153,11 @@ def test_a_pool_that_holds_a_window_does_not_cap_the_length(tmp_path):
     assert choose_max_model_len(EngineConfig(folder, num_blocks=8), model, 8) == 1024
 
 
-def test_window_fields(tmp_path):
-    config = json.loads((make_model(tmp_path, "mistral") / "config.json").read_text())
-    del config["sliding_window"]
-    assert parse_config(config).window == MistralConfig.from_dict(config).sliding_window == 4096
-    assert parse_config(config | {"sliding_window": None}).window is None
-    assert parse_config(config | {"sliding_window": 70}).within(70).window is None
-
-
-@pytest.mark.parametrize("name", ["triton", "flash_attn"])
-def test_unknown_backend_is_refused(folder, name):
-    with pytest.raises(BackendUnavailableError, match=f"'{name}' is not one of cpu, cuda and reference"):
-        load(folder, backend=name)
-
-
 def test_without_a_compiler_plain_torch_serves(folder, monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
     assert load(folder).info.backend == "reference"
     assert "no C++ compiler found" in caplog.text
-
-
-def test_broken_compiler_falls_back_too(folder, monkeypatch, tmp_path, caplog):
-    monkeypatch.setenv("CXX", "false")
-    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    assert load(folder).info.backend == "reference"
-    assert "could not build the CPU kernels" in caplog.text
-    assert list(tmp_path.glob("build_*")) == []
 
 
 def test_processes_that_start_together_compile_the_kernels_once(monkeypatch, tmp_path):
@@ -309,23 +187,6 @@ def test_processes_that_start_together_compile_the_kernels_once(monkeypatch, tmp
 def test_bad_setting_is_named(tmp_path, field, value):
     with pytest.raises(ValueError, match=field):
         EngineConfig(tmp_path, **{field: value})
-
-
-def test_progress_reaches_one(folder):
-    seen = []
-    ModelRunner(EngineConfig(folder, num_blocks=8, threads=1), seen.append)
-    assert seen == sorted(seen)
-    assert seen[-1] == 1.0
-
-
-def test_generation_config_is_optional_json(folder):
-    (folder / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.7}))
-    assert load(folder).info.default_sampling.temperature == 0.0
-
-
-def test_generation_config_may_disable_filters(folder, rewrite_config):
-    rewrite_config(folder, "generation_config.json", top_k=-1, top_p=0.0, min_p=None)
-    assert load(folder).info.default_sampling == SamplingParams(1.0, 0, 1.0, 0.0, 0)
 
 
 @pytest.mark.parametrize(("name", "value"), [("temperature", -1.0), ("top_p", 1.5), ("top_k", "all"), ("min_p", True)])

@@ -160,29 +160,6 @@ def check_deepstack_after_the_last_layers(folder, driver):
     check(load_vision_reference(folder), driver, {0: ends, 1: ONE})
 
 
-def test_deepstack_after_the_last_layers_matches_transformers(tmp_path):
-    folder = make_vision_model(tmp_path, "qwen3_vl", num_hidden_layers=2)
-    for backend in ("cpu", "reference"):
-        check_deepstack_after_the_last_layers(folder, Driver(load(folder, backend=backend)))
-
-
-def test_a_row_returns_with_its_output(folder):
-    """The delta follows from the images, also when all of them are computed and their data is not sent again."""
-    driver = Driver(load(folder))
-    open_row(driver, 0, ONE)
-    prefill(driver, 0, 100, [3])
-    driver.decode([0], 6)
-    whole = driver.rows[0]
-    open_row(driver, 1, ONE, output=whole.output[:4])
-    driver.prefill(1, 10)
-    driver.decode([1], 2)
-    driver.open(2, ONE.prompt, images=ONE.spans, output=whole.output[:4], **hit(driver, whole.blocks[:3], 0))
-    driver.prefill(2)
-    driver.decode([2], 2)
-    assert driver.errors == []
-    assert driver.rows[1].tokens == driver.rows[2].tokens == whole.tokens
-
-
 def test_the_cache_keeps_the_images_used_last(folder):
     driver = Driver(load(folder, image_cache_memory=1))
     encoder = driver.runner.images

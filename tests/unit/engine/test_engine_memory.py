@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import queue
 import re
 import subprocess
@@ -17,14 +16,10 @@ from worker_svc.engine.cpu import backend as cpu_backend
 from worker_svc.engine.cpu.backend import make_backend
 from worker_svc.engine.kernels.memory import (
     HUGE_PAGE,
-    MADV_COLLAPSE,
-    MAPPED_AT_ONCE,
-    WeightMemory,
     aligned_zeros,
     collapse,
     lazy_zeros,
     release_files,
-    resident_bytes,
 )
 
 
@@ -38,26 +33,6 @@ def test_memory_is_zero_writable_and_as_long_as_asked(num_bytes: int) -> None:
     assert bool((memory == 7).all())
 
 
-def test_large_memory_begins_with_a_huge_page() -> None:
-    """Otherwise the system could back its first part with small pages only."""
-    assert lazy_zeros(HUGE_PAGE).data_ptr() % HUGE_PAGE == 0
-
-
-def test_memory_outlives_the_mapping_object() -> None:
-    views = [lazy_zeros(HUGE_PAGE).fill_(value) for value in range(8)]
-    assert [int(view.sum()) for view in views] == [value * HUGE_PAGE for value in range(8)]
-
-
-def huge_bytes_of(memory: torch.Tensor) -> int:
-    """Bytes in huge pages of the mapping that holds the memory."""
-    mappings = Path("/proc/self/smaps").read_text().split("VmFlags")
-    for mapping in mappings:
-        found = re.search(r"^([0-9a-f]+)-([0-9a-f]+) (?s:.*)^AnonHugePages: +(\d+) kB", mapping, re.MULTILINE)
-        if found and int(found[1], 16) <= memory.data_ptr() < int(found[2], 16):
-            return int(found[3]) << 10
-    raise LookupError("no mapping")
-
-
 def test_memory_keeps_its_contents_in_huge_pages() -> None:
     memory = [aligned_zeros(num_bytes) for num_bytes in (100, HUGE_PAGE, 3 * HUGE_PAGE + 5000)]
     generator = torch.Generator().manual_seed(1)
@@ -66,41 +41,6 @@ def test_memory_keeps_its_contents_in_huge_pages() -> None:
     before = [zeros.clone() for zeros in memory]
     collapse(memory)
     assert all(map(torch.equal, memory, before))
-
-
-def test_small_pages_are_collapsed() -> None:
-    if not can_collapse():
-        pytest.skip("the system cannot collapse pages: it is no Linux of 6.1 or newer, or has no free huge page")
-    memory = aligned_zeros(4 * HUGE_PAGE).fill_(1)
-    collapse([memory])
-    assert huge_bytes_of(memory) >= 4 * HUGE_PAGE
-
-
-def can_collapse() -> bool:
-    memory = aligned_zeros(4 * HUGE_PAGE).fill_(1)
-    advice = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), MADV_COLLAPSE
-    return sys.platform == "linux" and not ctypes.CDLL(None).madvise(*advice)
-
-
-def test_weights_smaller_than_a_huge_page_share_one() -> None:
-    memory = WeightMemory()
-    weights = [memory.zeros(num_bytes) for num_bytes in (100, HUGE_PAGE - 128)]
-    assert weights[0].data_ptr() % HUGE_PAGE == 0
-    assert weights[1].data_ptr() == weights[0].data_ptr() + 128
-    large = memory.zeros(MAPPED_AT_ONCE + 1)
-    assert [len(part) for part in memory.take()] == [HUGE_PAGE, MAPPED_AT_ONCE + 1]
-    assert not memory.take()
-    weights.append(memory.zeros(100).fill_(1))
-    assert not any(part.any() for part in (*weights[:2], large))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs mincore")
-def test_memory_counts_once_it_is_written() -> None:
-    zeros = lazy_zeros(4 * HUGE_PAGE)
-    assert resident_bytes(zeros) == 0
-    zeros[HUGE_PAGE : 2 * HUGE_PAGE] = 1
-    assert resident_bytes(zeros) == HUGE_PAGE
-    assert resident_bytes(zeros[100:200]) == 0
 
 
 def test_the_weights_of_a_loaded_model_move_to_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:

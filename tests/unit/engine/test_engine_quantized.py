@@ -25,13 +25,12 @@ from tests.unit.engine.quantized import (
     fp8,
     gptq,
     quantize_model,
-    scaled_pack,
 )
 from tests.unit.engine.test_engine_models import check_against, load, prompts
 from worker_svc.check_model import check_model
 from worker_svc.engine.checkpoint.features import check_features
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
-from worker_svc.engine.checkpoint.quantization_config import Packed, Scaled, parse_quantization
+from worker_svc.engine.checkpoint.quantization_config import parse_quantization
 from worker_svc.engine.checkpoint.quantized import read_weight
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.cpu.backend import make_backend
@@ -270,32 +269,6 @@ def test_a_bad_tensor_is_named(tmp_path, name):
         read_weight(checkpoint, LAYER, scheme_of(FORMATS[format_name].fields), (72, 104))
 
 
-def test_sizes_that_do_not_fill_words_are_refused(tmp_path):
-    checkpoint = checkpoint_of(tmp_path, FORMATS["awq"].pack(np.random.default_rng(1), 8, 40)[0])
-    with pytest.raises(CheckpointError, match=f"{LAYER}: 12 outputs and 40 inputs do not fill whole words of 8"):
-        read_weight(checkpoint, LAYER, scheme_of(FORMATS["awq"].fields), (12, 40))
-
-
-def test_lists_of_layers():
-    found = parse_quantization({"quantization_config": W8A8.fields | {"ignore": [r"re:.*\.gate$", "lm_head"]}})
-    assert found.scheme_of("lm_head") is found.scheme_of("model.layers.1.mlp.gate") is None
-    assert found.scheme_of("model.layers.1.mlp.gate_proj") == Scaled("int8", "weight_scale", (1, None), True)
-    entries = ["mlp.gate", "layers.3"]
-    found = parse_quantization({"quantization_config": awq(32).fields | {"modules_to_not_convert": entries}})
-    assert found.scheme_of("model.layers.1.mlp.gate") is found.scheme_of("model.layers.3.mlp.down_proj") is None
-    for name in ("model.layers.1.mlp.gate_proj", "model.layers.30.mlp.down_proj"):
-        assert found.scheme_of(name) == Packed("awq", 4, 32)
-
-
-def test_a_group_of_named_layers_precedes_the_group_of_all():
-    fields = copy.deepcopy(W8A8.fields)
-    other = compressed_packed(4, 32).fields["config_groups"]["group_0"]
-    fields["config_groups"]["group_1"] = other | {"targets": ["re:.*down_proj"], "format": "pack-quantized"}
-    found = parse_quantization({"quantization_config": fields})
-    assert isinstance(found.scheme_of(LAYER), Scaled)
-    assert found.scheme_of("model.layers.0.mlp.down_proj") == Packed("compressed", 4, 32)
-
-
 def test_folders_are_checked_before_they_are_loaded(tmp_path, rewrite_config):
     folder = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
     quantize_model(folder, FORMATS["compressed-int8-channel"])
@@ -342,12 +315,6 @@ def test_unpacked_weights_can_be_rounded_to_int8(tmp_path):
         driver.step({0: 20})
         found.append(driver.logits[0, 20])
     assert torch.equal(*found)
-
-
-def test_scales_without_dimension_are_read(tmp_path):
-    tensors, weight = scaled_pack(torch.float8_e4m3fn, "weight_scale", (None, None))(np.random.default_rng(0), 5, 7)
-    checkpoint = checkpoint_of(tmp_path, tensors | {"weight_scale": tensors["weight_scale"].reshape(())})
-    assert torch.equal(read_weight(checkpoint, LAYER, scheme_of(fp8(None).fields), (5, 7)), torch.from_numpy(weight))
 
 
 def packed_in_mxfp4(unpacked, packed):

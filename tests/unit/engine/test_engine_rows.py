@@ -282,14 +282,6 @@ def test_copy_on_write_keeps_the_original(folder):
     assert len(tail) == 6
 
 
-def test_chained_copies_run_in_order(runner):
-    keys = runner._pool.tensors[0]
-    keys[:, 0], keys[:, 1], keys[:, 2] = 1.0, 2.0, 3.0
-    runner.execute(batch((), (), (), copy_src=u32(0, 1), copy_dst=u32(1, 2)))
-    assert (keys[:, 2] == 1.0).all()
-    keys.zero_()
-
-
 def test_committed_blocks_know_their_tokens(folder):
     runner = load(folder, num_blocks=16)
     driver = Driver(runner)
@@ -315,42 +307,12 @@ def test_committed_blocks_know_their_tokens(folder):
     assert list(runner.committed_blocks()) == []
 
 
-def test_rows_are_reused_at_once(folder):
-    driver = Driver(load(folder))
-    first, second = prompts([30, 50])
-    driver.open(0, first)
-    driver.prefill(0)
-    driver.close(0)
-    driver.open(0, second)
-    driver.prefill(0, 20)
-    driver.decode([0], 3)
-    assert driver.errors == []
-    check_against(load_reference(folder), driver, [0])
-
-
-def test_open_row_cannot_be_opened_again(runner):
-    runner.execute(batch(opens=[opening()]))
-    output = runner.execute(batch((), (), (), opens=[opening()]))
-    assert "already open" in output.errors[0].message
-
-
 def test_context_fills_up_to_the_last_position(runner):
     tokens = np.arange(128) % 200 + 3
     output = runner.execute(batch(query_lens=(128,), opens=[opening(tokens=tokens, blocks=range(8))]))
     assert (output.rows.tolist(), output.errors) == ([0], [])
     output = runner.execute(batch(query_lens=(1,), context_lens=(128,), slots=(0,)))
     assert "max_model_len 128" in output.errors[0].message
-
-
-def test_empty_step(runner):
-    output = runner.execute(batch((), (), ()))
-    assert (output.rows.tolist(), output.token_ids.tolist(), output.errors) == ([], [], [])
-    assert output.rows.dtype == output.token_ids.dtype == np.uint32
-
-
-def test_prompt_without_sampling(runner):
-    output = runner.execute(batch(mask=[False], opens=[opening()]))
-    assert (output.rows.tolist(), output.errors) == ([], [])
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from step_protocol.features import ThinkingBudget
 from step_protocol.messages import RowOpen, TokenRules
 from step_protocol.types import RowErrorCode
 from tests.unit.engine.driver import Driver, Row, seeded, u32
-from tests.unit.engine.models import make_model
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
 from worker_svc.engine.sampling.grammars import RowGrammars, RowMasks, compiled_grammars
@@ -173,52 +171,12 @@ def test_the_output_matches_its_grammar(driver: Driver, tokenizer: Tokenizer, na
         assert re.fullmatch(GRAMMARS[name].text, text)
 
 
-def test_a_row_without_a_grammar_is_not_changed_by_its_neighbour(driver: Driver) -> None:
-    driver.open(0, PROMPT, seeded(1))
-    driver.prefill(0)
-    driver.decode([0], 8)
-    alone = driver.rows[0].output
-    driver.close(0)
-    driver.open(1, PROMPT, seeded(1))
-    driver.open(2, PROMPT, seeded(1), grammar=GRAMMARS["choice"])
-    driver.step({1: len(PROMPT), 2: len(PROMPT)})
-    driver.decode([1, 2], 8)
-    assert driver.rows[1].output == alone
-    assert driver.rows[2].output[: len(alone)] != alone
-
-
-def test_a_reopened_row_continues_with_the_same_tokens(driver: Driver) -> None:
-    driver.open(0, PROMPT, seeded(5), grammar=GRAMMARS["schema"])
-    whole = list(run(driver, 0).output)
-    driver.close(0)
-    assert len(whole) > 4
-    for cut in range(1, len(whole)):
-        driver.open(1, PROMPT, seeded(5), output=whole[:cut], grammar=GRAMMARS["schema"])
-        assert run(driver, 1, len(whole)).output == whole, cut
-        driver.close(1)
-
-
-def test_steps_after_the_end_have_no_errors(driver: Driver) -> None:
-    """The scheduler sends steps before it knows that the row has ended."""
-    driver.open(0, PROMPT, seeded(2), grammar=GRAMMARS["choice"])
-    run(driver, 0)
-    driver.decode([0], 3)
-    assert driver.errors == []
-    assert set(driver.rows[0].output[-3:]) <= set(EOS)
-
-
 def test_the_end_is_sampled_if_min_tokens_leaves_nothing_else(driver: Driver, tokenizer: Tokenizer) -> None:
     grammar = Grammar(GrammarKind.REGEX, "ab")
     driver.open(0, PROMPT, seeded(2), banned=EOS, banned_before=50, grammar=grammar)
     state = run(driver, 0)
     assert tokenizer.decode(state.output[:-1]) == "ab"
     assert state.output[-1] in EOS
-
-
-def test_min_tokens_delays_an_optional_end(driver: Driver) -> None:
-    grammar = Grammar(GrammarKind.REGEX, "[a-c]*")
-    driver.open(0, PROMPT, seeded(2), banned=EOS, banned_before=30, grammar=grammar)
-    assert not set(run(driver, 0, 30).output) & set(EOS)
 
 
 def test_a_grammar_that_cannot_be_compiled_fails_its_row_only(driver: Driver) -> None:
@@ -245,12 +203,3 @@ def test_rules_that_exclude_all_tokens_of_the_grammar_fail_the_row(driver: Drive
     driver._opens[0] = RowOpen(**{name: getattr(item, name) for name in RowOpen.__slots__} | {"rules": rules})
     driver.step({0: len(PROMPT)})
     assert "do not exclude all token ids" in driver.errors[0].message
-
-
-def test_a_model_without_a_tokenizer_refuses_grammars(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    runner = ModelRunner(EngineConfig(make_model(tmp_path), num_blocks=16, max_num_seqs=2, threads=1))
-    driver = Driver(runner)
-    driver.open(0, [5, 6, 7], grammar=GRAMMARS["choice"])
-    driver.step({0: 3})
-    assert "no tokenizer.json" in driver.errors[0].message

@@ -19,7 +19,6 @@ from tests.unit.engine.heads import make_eagle, make_mtp_model
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_speculation import answers_of, make_runner
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
-from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
 
 PROMPT = [17, 3, 99, 42, 7, 130, 64, 5, 11, 88, 23]
@@ -232,28 +231,6 @@ def test_a_cached_prefix_has_the_entries_of_the_head(mtp_dir: Path) -> None:
         shares.append(runner.draft_counts.accepted.sum() / runner.draft_counts.drafted.sum())
     assert answers[0] == answers[1]
     assert shares[1] > 0.5
-
-
-def test_the_layer_of_the_head_is_in_the_pool(mtp_dir: Path) -> None:
-    plain, speculating = (
-        ModelRunner(EngineConfig(mtp_dir, "float32", threads=1, kv_cache_memory=1 << 20, speculate=speculate))
-        for speculate in (None, "mtp")
-    )
-    layers = plain._model.parts.config.num_layers
-    assert speculating.info.num_blocks == plain.info.num_blocks * layers // (layers + 1)
-    assert speculating.info.revision == plain.info.revision
-    assert speculating.movable_blocks().layout != plain.movable_blocks().layout
-
-
-def test_models_without_predicting_layer_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"speculate=mtp: .* is not supported; use suffix"):
-        make_runner(make_model(tmp_path / "qwen3", "qwen3"), speculate="mtp")
-    folder = make_model(tmp_path / "glm", "glm4_moe")
-    with pytest.raises(CheckpointError, match=r"enorm\.weight is missing"):
-        make_runner(folder, speculate="mtp")
-    for text in ("mtp:", "mtp:x"):
-        with pytest.raises(ValueError, match="speculate must be"):
-            EngineConfig(folder, speculate=text)
 
 
 def test_updated_weights_have_their_head(mtp_dir: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """API keys: accepted and refused clients, and changes of the key files."""
 
 import hashlib
-import re
 
 import grpc
 import pytest
@@ -79,20 +78,6 @@ def test_the_last_key_can_be_revoked(folder):
     assert owner_of(keys, "key-a") is None
 
 
-def test_each_file_is_a_key(folder):
-    keys = ApiKeys(folder)
-    assert [owner_of(keys, key) for key in ("key-a", "key-b")] == ["team-a", "team-b"]
-    assert [owner_of(keys, key) for key in ("", "key-", "KEY-A", "team-a", "key-hidden")] == [None] * 5
-
-
-def test_an_owner_may_have_several_keys_and_any_file_name(tmp_path):
-    (tmp_path / "team-a").write_text("old\n\n  new  \n")
-    (tmp_path / "team/b\n".replace("/", " ")).write_text("other")
-    keys = ApiKeys(tmp_path)
-    assert [owner_of(keys, key) for key in ("old", "new", "old\n\nnew")] == ["team-a", "team-a", None]
-    assert re.fullmatch("[0-9a-f]{32}", owner_of(keys, "other"))
-
-
 async def test_a_request_is_aborted_and_resumed_only_with_a_key_of_its_owner(scheduler, folder):
     def bearer(key):
         return {"metadata": (("authorization", f"Bearer {key}"),), "timeout": 60}
@@ -117,16 +102,6 @@ async def test_a_request_is_aborted_and_resumed_only_with_a_key_of_its_owner(sch
         assert list(aborted.aborted_ids) == ["mine"]
         assert (await own.read()).finished.reason == ABORTED
         other.cancel()
-
-
-def test_added_and_removed_files_take_effect(folder):
-    now = 0.0
-    keys = ApiKeys(folder, clock=lambda: now)
-    (folder / "team-a").unlink()
-    (folder / "team-c").write_text("key-c")
-    assert [owner_of(keys, key) for key in ("key-a", "key-c")] == ["team-a", None]
-    now = REREAD_S
-    assert [owner_of(keys, key) for key in ("key-a", "key-c")] == [None, "team-c"]
 
 
 def test_keys_stay_valid_when_the_folder_is_gone(folder, caplog):
@@ -155,20 +130,6 @@ async def test_a_body_is_decoded_only_with_a_key(scheduler, folder, key, code):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call(NO_MESSAGE, metadata=metadata)
         assert caught.value.code().name == code
-
-
-async def test_the_owner_of_the_key_is_the_tenant(scheduler, folder):
-    scheduler.play([5])
-    admit = Authenticator(ApiKeys(folder)).admit
-    async with TestGateway([scheduler.address], admit=admit) as gateway:
-        await gateway.ready()
-        request = pb.GenerateRequest(prompt={"tokens": {"ids": [5, 6]}}, scheduling={"tenant_id": "another"})
-        async for _ in gateway.stub.Generate(request, metadata=(("authorization", "Bearer key-a"),), timeout=60):
-            pass
-    async with TestGateway([scheduler.address]) as gateway:
-        await gateway.ready()
-        await gateway.collect(request)
-    assert [submit.tenant_id for submit in scheduler.submits] == ["team-a", "another"]
 
 
 @pytest.mark.parametrize(

@@ -129,54 +129,6 @@ async def test_a_cancelled_stream_has_the_tokens_so_far(audited: Audited, schedu
     assert line["request_id"].startswith("gen-")
 
 
-async def test_other_calls_name_their_model_and_target(audited: Audited) -> None:
-    stub = audited.gateway.stub
-    await stub.Tokenize(pb.TokenizeRequest(prompt={"text": SECRET}), **GRPC)
-    await stub.Abort(pb.AbortRequest(request_ids=["a", "b"]), **GRPC)
-    tokenized, aborted = await audited.lines(2)
-    assert of(tokenized, "method", "model", "owner") == ("quire.v1.InferenceService/Tokenize", "demo", "team-a")
-    assert of(aborted, "target", "code") == ("a b", "OK")
-
-
-async def test_requests_over_http(audited: Audited, scheduler: FakeScheduler) -> None:
-    scheduler.play([*IDS[:4], 1], EOS)
-    http = audited.http
-    _, _, answer = await http.post("/v1/completions", {"prompt": [SECRET, "b"]}, headers=HTTP)
-    assert (await http.post("/v1/completions", {"prompt": SECRET}))[0] == 401
-    assert (await http.post("/v1/completions", {"prompt": SECRET, "model": "very secret"}, headers=HTTP))[0] == 404
-    assert (await http.get(f"/nowhere/{SECRET.replace(' ', '')}", headers=HTTP))[0] == 404
-    assert (await http.get("/health"))[0] == 200
-    done, stranger, missing, nowhere = await audited.lines(4)
-    assert of(done, "method", "request_id", "http_request_id", "http_status", "code") == (
-        "http/completions", answer["id"], "mine", 200, "OK",
-    )  # fmt: skip
-    assert of(done, "owner", "prompt_tokens", "output_tokens") == ("team-a", len(IDS) + 1, 10)
-    assert of(stranger, "owner", "credential", "http_status", "code") == ("", "", 401, "UNAUTHENTICATED")
-    assert of(missing, "owner", "http_status", "code", "model") == ("team-a", 404, "NOT_FOUND", "")
-    assert of(nowhere, "method", "http_status") == ("http/unknown", 404)
-
-
-async def test_an_error_within_a_stream_is_the_result(audited: Audited, scheduler: FakeScheduler) -> None:
-    body = {"prompt": "a", "stream": True}
-    scheduler.on_submit = lambda submit: scheduler.send(submit.handle, IDS[:2])
-    async with audited.http.session.post("/v1/completions", json=body, headers=HTTP) as reply:
-        await reply.content.readline()
-        audited.gateway.streams.end_all()
-        await reply.read()
-    (line,) = await audited.lines(1)
-    assert of(line, "http_status", "code", "output_tokens") == (200, "UNAVAILABLE", 2)
-
-
-async def test_a_client_that_disconnects(audited: Audited, scheduler: FakeScheduler) -> None:
-    body = {"prompt": "a", "stream": True}
-    scheduler.on_submit = lambda submit: scheduler.send(submit.handle, IDS[:2])
-    async with audited.http.session.post("/v1/completions", json=body, headers=HTTP) as reply:
-        await reply.content.readline()
-        reply.close()
-    (line,) = await audited.lines(1)
-    assert of(line, "code", "output_tokens", "finish_reason") == ("CANCELLED", 2, "")
-
-
 async def test_a_stored_response_has_a_line_for_its_computation(audited: Audited, scheduler: FakeScheduler) -> None:
     body = {"input": "a", "background": True}
     _, _, answer = await audited.http.post("/v1/responses", body, headers=HTTP)

@@ -34,16 +34,6 @@ def put(writer: LineWriter, *lines: int, size: int = 0) -> None:
         writer.put(lambda n=n: {"n": n, "filler": "x" * size})
 
 
-def test_lines_are_appended_to_a_private_file(tmp_path: Path) -> None:
-    path = tmp_path / "audit.jsonl"
-    for start in (0, 500):
-        writer = LineWriter(str(path))
-        put(writer, *range(start, start + 500), size=100)
-        writer.close(10.0)
-    assert numbers(path) == list(range(1000))
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
 def test_a_rotated_file_is_opened_again(tmp_path: Path) -> None:
     path, old = tmp_path / "audit.jsonl", tmp_path / "audit.jsonl.1"
     writer = LineWriter(str(path))
@@ -129,13 +119,3 @@ def test_a_pipe_that_is_not_read_does_not_block(tmp_path: Path) -> None:
     assert threading.active_count() > 1
     writer.close(0.1)  # the thread is blocked in its write
     os.close(reader)
-
-
-def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="Is a directory"):
-        LineWriter(str(tmp_path))
-    if os.path.exists("/dev/full"):
-        writer = LineWriter("/dev/full", retry_s=0.01)
-        put(writer, 1)
-        until(lambda: writer._has_failed)
-        writer.close(5.0)

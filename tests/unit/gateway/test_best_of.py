@@ -102,17 +102,6 @@ async def test_the_best_samples_are_sent_in_order(gateway: TestGateway, schedule
     assert [usage.cached_tokens for usage in usages] == [3, 3, 3]
 
 
-@pytest.mark.parametrize("num_top", [0, 2])
-async def test_logprobs_of_the_client_are_kept(gateway: TestGateway, scheduler: FakeScheduler, num_top: int) -> None:
-    play(scheduler, num_top)
-    result = await gateway.collect(sampling=SP(best_of=4), output=pb.OutputParams(logprobs=num_top))
-    assert scheduler.submits[0].logprobs == num_top
-    (chunk,) = result.chunks
-    assert list(chunk.logprobs.logprobs) == LOGPROBS[1]
-    assert len(chunk.logprobs.top_token_ids) == 3 * num_top
-    assert result.finished[0].cumulative_logprob == -1.0
-
-
 async def test_nothing_is_sent_before_all_samples_have_ended(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     call = gateway.generate(sampling=SP(best_of=2), request_id="r")
     assert (await call.read()).accepted.n == 1
@@ -127,14 +116,6 @@ async def test_nothing_is_sent_before_all_samples_have_ended(gateway: TestGatewa
     send(scheduler, submit, 1, OUTPUTS[1][2:], LOGPROBS[1][2:], offset=2)
     assert list((await read).chunk.token_ids) == OUTPUTS[1]
     assert (await rest(call))[-1].finished.index == 0
-
-
-async def test_best_of_equal_to_n_has_no_effect(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    scheduler.play([9, 10])
-    result = await gateway.collect(sampling=SP(n=2, best_of=2))
-    submit = scheduler.submits[0]
-    assert (submit.sampling.n, submit.HasField("logprobs")) == (2, False)
-    assert not result.finished[0].HasField("cumulative_logprob")
 
 
 async def test_tokens_after_a_stop_string_do_not_count(gateway: TestGateway, scheduler: FakeScheduler) -> None:
@@ -161,64 +142,9 @@ async def test_incomplete_samples_come_last(gateway: TestGateway, scheduler: Fak
     assert outputs(result) == [OUTPUTS[0], OUTPUTS[3], OUTPUTS[2]]
 
 
-async def test_abort_ends_all_samples(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    call = gateway.generate(sampling=SP(best_of=2), request_id="r")
-    await call.read()
-    send(scheduler, scheduler.submits[0], 1, OUTPUTS[1][:1], LOGPROBS[1][:1], reason=None)
-    await gateway.stub.Abort(pb.AbortRequest(request_ids=["r"]))
-    assert (await rest(call))[-1].finished.reason == ABORTED
-
-
-async def test_a_lost_scheduler_changes_nothing(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    call = gateway.generate(sampling=SP(n=2, best_of=4, seed=1))
-    await call.read()
-    submit = scheduler.submits[0]
-    for sample in range(4):
-        send(scheduler, submit, sample, OUTPUTS[sample][:1], LOGPROBS[sample][:1], reason=None)
-    request = gateway.clients[0].stream._by_handle[submit.handle]
-    await until(lambda: request.num_output_tokens == 4)
-    play(scheduler)
-    scheduler.hang_up()
-    result = Result([pb.GenerateResponse(accepted=pb.Accepted()), *await rest(call)])
-    assert [list(s.output_token_ids) for s in scheduler.submits[1].continuation.samples] == [o[:1] for o in OUTPUTS]
-    assert outputs(result) == [OUTPUTS[1], OUTPUTS[0]]
-    assert [result.finished[i].cumulative_logprob for i in range(2)] == [-1.0, -3.0]
-
-
 def resumed(*states: types.SampleState, **fields: Any) -> dict[str, Any]:
     sampling = SP(n=2, best_of=4, seed=1)
     return {"sampling": sampling, "request_id": "r", "continuation": types.Continuation(samples=states)} | fields
-
-
-async def test_a_client_that_has_nothing_gets_everything(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    play(scheduler)
-    result = await gateway.collect(**resumed(types.SampleState(index=0), types.SampleState(index=1)))
-    assert scheduler.submits[0].takes_over
-    assert outputs(result) == [OUTPUTS[1], OUTPUTS[0]]
-
-
-async def test_a_client_that_has_a_part_gets_the_rest(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    """The gateway was lost while it sent the samples. All samples are computed again, because their sums decide."""
-    play(scheduler)
-    state = types.SampleState(index=0, output_token_ids=OUTPUTS[1][:2], cumulative_logprob=-0.75)
-    result = await gateway.collect(**resumed(state, output=pb.OutputParams(logprobs=0)))
-    assert not scheduler.submits[0].continuation.samples
-    assert outputs(result) == [OUTPUTS[1][2:], OUTPUTS[0]]
-    assert [chunk.offset for chunk in result.chunks] == [2, 0]
-    assert [list(chunk.logprobs.logprobs) for chunk in result.chunks] == [LOGPROBS[1][2:], LOGPROBS[0]]
-    first = result.finished[0]
-    assert (first.cumulative_logprob, first.output_digest) == (-1.0, digest_of(OUTPUTS[1]))
-    assert (first.usage.output_tokens, first.usage.discarded_tokens) == (3, 4)
-
-
-async def test_a_finished_sample_is_not_sent_again(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    play(scheduler)
-    done = types.SampleState(index=0, output_token_ids=OUTPUTS[1], finished=True)
-    result = await gateway.collect(**resumed(done))
-    assert (list(result.finished), result.ids(0), result.ids(1)) == ([1], [], OUTPUTS[0])
-    both = types.SampleState(index=1, output_token_ids=OUTPUTS[0], finished=True)
-    assert (await gateway.collect(**resumed(done, both))).finished == {}
-    assert len(scheduler.submits) == 1
 
 
 async def test_other_output_of_the_client_is_refused(gateway: TestGateway, scheduler: FakeScheduler) -> None:

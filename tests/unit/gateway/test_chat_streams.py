@@ -89,18 +89,6 @@ def parsed(**output: Any) -> pb.OutputParams:
     return pb.OutputParams(parse_chat=True, **output)
 
 
-async def test_an_answer_is_sent_as_parts() -> None:
-    async with serving() as (gateway, scheduler):
-        scheduler.play([*encode(ANSWER), 1], EOS)
-        result = await gateway.collect(request_id="r", prompt=chat_of(tools_json=TOOLS), output=parsed())
-    parts = parts_of(result)
-    assert items(parts) == ITEMS
-    assert result.text() == ""
-    calls = [part.tool_call for part in parts if part.HasField("tool_call")]
-    assert [(call.index, call.id) for call in calls] == [(0, call_id("r", 0, 0)), (1, call_id("r", 0, 1))]
-    assert result.finished[0].usage.reasoning_tokens == len(encode(ANSWER[: ANSWER.index("\n\nI look")]))
-
-
 async def first_parts(gateway: TestGateway, request: pb.GenerateRequest, count: int) -> list[pb.AnswerPart]:
     """The parts that a client has with the first `count` tokens, before it loses the stream."""
     call = gateway.generate(request)
@@ -178,69 +166,6 @@ async def test_the_prompt_may_open_the_reasoning() -> None:
         assert items(parts_of(result)) == [("content", "Hm.</think>Yes.")]
 
 
-async def test_a_stop_string_ends_a_parsed_answer() -> None:
-    async with serving() as (gateway, scheduler):
-        scheduler.play(encode(ANSWER))
-        stop = types.StopParams(stop=["look"])
-        result = await gateway.collect(prompt=chat_of(tools_json=TOOLS), output=parsed(), stop=stop)
-    assert items(parts_of(result)) == [("reasoning", "Which city?"), ("content", "I ")]
-    assert result.finished[0].stop == "look"
-
-
-async def test_output_without_text_has_no_parts() -> None:
-    async with serving() as (gateway, scheduler):
-        scheduler.play(encode(ANSWER))
-        result = await gateway.collect(prompt=chat_of(tools_json=TOOLS), output=parsed(text=False))
-    assert parts_of(result) == []
-    assert result.ids() == encode(ANSWER)
-
-
-async def prompt_text(gateway: TestGateway, prompt: pb.Prompt) -> str:
-    ids = (await gateway.stub.Tokenize(pb.TokenizeRequest(prompt=prompt))).ids
-    return (await gateway.stub.Detokenize(pb.DetokenizeRequest(ids=ids))).text
-
-
-async def test_messages_reach_the_template() -> None:
-    call = pb.ToolCall(id="call_1", name="weather", arguments='{"city": "Zürich"}')
-    messages = [
-        pb.ChatMessage(role="developer", parts=[pb.ContentPart(text="Be"), pb.ContentPart(text="brief.")]),
-        pb.ChatMessage(role="user", content="Rain?"),
-        pb.ChatMessage(role="assistant", reasoning="Which city?", tool_calls=[call]),
-        pb.ChatMessage(role="tool", tool_call_id="call_1", name="weather", content="sun"),
-    ]
-    async with serving() as (gateway, _):
-        text = await prompt_text(gateway, chat_of(*messages, tools_json=TOOLS))
-    assert "<|im_start|>system\nBe\nbrief.\nTools:" in text
-    assert '"name": "weather"' in text
-    assert (
-        "<|im_start|>assistant\n<think>Which city?</think>"
-        '<tool_call>{"name": "weather", "arguments": {"city": "Zürich"}}</tool_call><|im_end|>'
-    ) in text
-    assert text.endswith("<|im_start|>user\n<tool_response>sun</tool_response><|im_end|>\n<|im_start|>assistant\n")
-
-
-async def test_the_generation_prompt_can_be_left_out() -> None:
-    async with serving() as (gateway, _):
-        text = await prompt_text(gateway, chat_of(add_generation_prompt=False))
-    assert text == "<|im_start|>user\nHello<|im_end|>\n"
-
-
-async def test_a_template_is_chosen_by_name() -> None:
-    templates = [{"name": "default", "template": "A"}, {"name": "other", "template": "B{{ tools }}"}]
-    async with serving(templates) as (gateway, _):  # type: ignore[arg-type]
-        assert await prompt_text(gateway, chat_of()) == "A"
-        assert await prompt_text(gateway, chat_of(chat_template="other")) == "BNone"
-        error = await refused_tokenize(gateway, chat_of(chat_template="third"))
-        assert "no chat template 'third'; templates of this model: default, other" in error
-
-
-async def refused_tokenize(gateway: TestGateway, prompt: pb.Prompt) -> str:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await gateway.stub.Tokenize(pb.TokenizeRequest(prompt=prompt))
-    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    return caught.value.details() or ""
-
-
 USER = pb.ChatMessage(role="user", content="Hi")
 
 
@@ -290,12 +215,6 @@ async def test_invalid_chats_are_refused(gateway: TestGateway, prompt: pb.Prompt
     error = await refused(gateway.generate(prompt=prompt))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert words in (error.details() or "")
-
-
-async def test_tools_without_a_template_for_them_are_refused(gateway: TestGateway) -> None:
-    error = await refused(gateway.generate(prompt=chat_of(tools_json=TOOLS)))
-    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert "chat template does not use tools" in (error.details() or "")
 
 
 async def test_a_required_call_needs_a_known_format() -> None:
@@ -466,10 +385,3 @@ async def test_a_tool_that_is_nested_too_deep_is_named() -> None:
         prompt = chat_of(tools_json=json.dumps([tool_with({"a": deep})]), tool_name="find")
         error = await refused(gateway.generate(prompt=prompt))
     assert "of tool 'find' cannot be used: it is nested 72 levels deep; at most 64" in (error.details() or "")
-
-
-async def test_the_message_of_a_template_error_is_sent() -> None:
-    call = pb.ToolCall(id="1", name="weather", arguments="{}")
-    async with serving(TEMPLATES["llama3"]) as (gateway, _):
-        error = await refused_tokenize(gateway, chat_of(pb.ChatMessage(role="assistant", tool_calls=[call, call])))
-    assert "only supports single tool-calls at once" in error

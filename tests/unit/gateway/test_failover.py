@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,17 +13,9 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.stream import MAX_CHUNK_TOKENS
-from gateway_svc.request.models import BundleCache
-from gateway_svc.schedulers import dispatcher
-from gateway_svc.schedulers.dispatcher import Dispatcher
-from gateway_svc.schedulers.scheduler_client import SchedulerClient
-from svc_common.serve import open_channel
-from tests.processes.ports import free_port
 from tests.unit.gateway.fakes import (
-    ABORTED,
     CALL_TIMEOUT_S,
     LENGTH,
-    PATIENCE_S,
     FakeScheduler,
     TestGateway,
     digest_of,
@@ -36,7 +27,6 @@ from tests.unit.gateway.fakes import (
 from tests.unit.gateway.test_reconnect import continuation, ids_of, read_tokens
 
 UNAVAILABLE, RESOURCE_EXHAUSTED, INVALID_ARGUMENT = 14, 8, 3
-INTERVAL_S = 0.1
 
 
 @pytest.fixture
@@ -105,80 +95,6 @@ async def test_a_second_revision_gets_no_request_while_the_first_has_workers(
         assert (await gateway.generate().read()).accepted.revision == "r2"
 
 
-async def test_requests_of_a_silent_scheduler_move_and_its_late_messages_are_ignored(pair: list[FakeScheduler]) -> None:
-    for fake in pair:
-        fake.heartbeat_interval_s = INTERVAL_S
-    async with TestGateway([fake.address for fake in pair]) as gateway:
-        await gateway.ready()
-        beats = [asyncio.create_task(beat(fake)) for fake in pair]
-        pair[1].ready_workers = 0
-        pair[1].welcome()
-        await until(lambda: gateway.clients[1].ready_workers == 0)
-        call, events, owner, other = await start_one(gateway, pair, [10, 11])
-        assert owner is pair[0]
-        beats[0].cancel()
-        handle, old_outbox = owner.submits[0].handle, owner._outbox
-        await until(lambda: other.submits)
-        old_outbox.put_nowait(scheduler_pb2.AttachResponse(deltas=owner._columns(handle, [99, 98], 2, 0)))
-        other.finish(other.submits[0].handle, ids=[12, 13], offset=2)
-        events += await rest(call)
-        assert ids_of(events) == [10, 11, 12, 13]
-        assert other.submits[0].takes_over
-        assert min(owner.num_heartbeats, other.num_heartbeats) > 0
-        beats[1].cancel()
-
-
-async def beat(fake: FakeScheduler) -> None:
-    while True:
-        fake.say(heartbeat=scheduler_pb2.SchedulerHeartbeat(ready_workers=fake.ready_workers))
-        await asyncio.sleep(INTERVAL_S / 2)
-
-
-async def test_a_frozen_gateway_does_not_treat_schedulers_as_lost(pair: list[FakeScheduler]) -> None:
-    pair[0].heartbeat_interval_s = INTERVAL_S
-    async with TestGateway([pair[0].address]) as gateway:
-        await gateway.ready()
-        beats = asyncio.create_task(beat(pair[0]))
-        for _ in range(3):
-            heard = pair[0].num_heartbeats
-            await until(lambda heard=heard: pair[0].num_heartbeats > heard)
-            time.sleep(4 * INTERVAL_S)  # noqa: ASYNC251  (nothing of this process runs meanwhile)
-        heard = pair[0].num_heartbeats
-        await until(lambda: pair[0].num_heartbeats > heard + 1)
-        assert gateway.clients[0].is_connected
-        assert pair[0].num_attached == 1
-        beats.cancel()
-
-
-async def test_requests_wait_for_any_replica(pair: list[FakeScheduler]) -> None:
-    async with TestGateway([fake.address for fake in pair]) as gateway:
-        await gateway.ready()
-        call, events, owner, other = await start_one(gateway, pair, [10])
-        await other.stop()
-        await owner.stop()
-        await until(lambda: not any(client.is_connected for client in gateway.clients))
-        other.play([10, 11])
-        await other.start()
-        assert ids_of(events + await rest(call)) == [10, 11]
-
-
-async def test_a_gateway_stops_even_if_its_stream_breaks_at_the_same_moment() -> None:
-    address, bundles = f"127.0.0.1:{free_port()}", BundleCache()
-    client = SchedulerClient(address, gateway_id="test", bundles=bundles, open_channel=open_channel)
-    Dispatcher([client], patience_s=PATIENCE_S)
-    attach = client.stub.Attach
-
-    def cancelled_at_its_end() -> Any:
-        call = attach()
-        call.add_done_callback(lambda _: running.cancel())
-        return call
-
-    client.stub.Attach = cancelled_at_its_end  # type: ignore[assignment]
-    running = asyncio.create_task(client.run())
-    assert (await asyncio.wait([running], timeout=PATIENCE_S))[0]
-    assert running.cancelled()
-
-
 @pytest.mark.parametrize("code", [UNAVAILABLE, RESOURCE_EXHAUSTED])
 async def test_a_refused_request_is_sent_to_the_other_replica(
     both: TestGateway, pair: list[FakeScheduler], code: int
@@ -223,38 +139,6 @@ async def test_an_invalid_request_is_not_sent_to_another_replica(both: TestGatew
         fake.refusals.append(scheduler_pb2.Refusal(code=INVALID_ARGUMENT, message="bad"))
     assert (await refused(both.generate())).code() is grpc.StatusCode.INVALID_ARGUMENT
     assert sum(len(fake.submits) for fake in pair) == 1
-
-
-async def test_requests_move_from_a_replica_without_workers_and_it_gets_no_new_ones(
-    both: TestGateway, pair: list[FakeScheduler]
-) -> None:
-    call, events, owner, other = await start_one(both, pair, [10, 11])
-    other.play([10, 11, 12])
-    owner.ready_workers = 0
-    owner.welcome()
-    events += await rest(call)
-    assert ids_of(events) == [10, 11, 12]
-    await until(lambda: owner.cancels)  # sent while the other scheduler answered
-    assert [cancel.reason for cancel in owner.cancels] == [ABORTED]
-    assert other.submits[0].takes_over
-    await asyncio.gather(*(both.collect() for _ in range(10)))
-    assert len(owner.submits) == 1
-
-
-async def test_later_requests_also_leave_a_replica_without_workers(
-    both: TestGateway, pair: list[FakeScheduler], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatcher, "MOVE_AFTER_S", 0.02)
-    loop = asyncio.get_running_loop()
-    pair[0].ready_workers = 0
-    pair[0].welcome()
-    await until(lambda: both.clients[0] in both.dispatcher._idle_since)
-    since = both.dispatcher._idle_since[both.clients[0]]
-    await until(lambda: loop.time() - since > 0.1)  # at least one check found no requests to move
-    pair[1].refusals.append(scheduler_pb2.Refusal(code=UNAVAILABLE, message="not now"))
-    pair[1].play([10])
-    assert (await both.collect()).ids() == [10]
-    assert (len(pair[0].submits), len(pair[1].submits)) == (1, 2)
 
 
 async def test_a_heartbeat_reports_the_load(both: TestGateway, pair: list[FakeScheduler]) -> None:
@@ -315,17 +199,6 @@ async def test_a_resumed_request_replaces_its_former_stream(gateway: TestGateway
     await until(lambda: gateway.num_open == 0)
 
 
-async def test_an_empty_continuation_resumes_too(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    former = gateway.generate(request_id="a")
-    await former.read()
-    latter = gateway.generate(request_id="a", continuation=types.Continuation())
-    await latter.read()
-    assert (await refused(former)).code() is grpc.StatusCode.ABORTED
-    scheduler.play([10])
-    scheduler.finish(scheduler.submits[1].handle, ids=[10])
-    assert ids_of(await rest(latter)) == [10]
-
-
 async def test_a_resumed_request_waits_while_the_queue_is_full(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     scheduler.refusals.append(scheduler_pb2.Refusal(code=RESOURCE_EXHAUSTED, message="full"))
     scheduler.play([10, 11])
@@ -349,12 +222,6 @@ async def test_the_deadline_and_the_tenant_reach_the_scheduler(gateway: TestGate
     assert not scheduler.submits[1].HasField("deadline_ms")
 
 
-async def test_a_tenant_id_is_limited(gateway: TestGateway) -> None:
-    error = await refused(gateway.generate(scheduling=pb.SchedulingParams(tenant_id="é" * 65)))
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "tenant_id has 130 bytes; at most 128" in error.details()
-
-
 async def test_open_requests_are_limited_by_their_total_size(scheduler: FakeScheduler) -> None:
     async with TestGateway([scheduler.address], max_request_bytes=100) as gateway:
         await gateway.ready()
@@ -372,17 +239,6 @@ async def test_open_requests_are_limited_by_their_total_size(scheduler: FakeSche
 
 
 # -- draining a worker -------------------------------------------------------------------------------------------------
-
-
-async def test_a_drain_is_sent_to_the_scheduler_of_the_worker(both: TestGateway, pair: list[FakeScheduler]) -> None:
-    pair[0].workers = [
-        pb.WorkerInfo(worker_id="w0", state=types.WORKER_STATE_READY),
-        pb.WorkerInfo(worker_id="w1", state=types.WORKER_STATE_LOST),
-    ]
-    pair[1].workers = [pb.WorkerInfo(worker_id="w1", state=types.WORKER_STATE_READY)]
-    response = await both.admin.DrainWorker(pb.DrainWorkerRequest(worker_id="w1", timeout_s=7.5))
-    assert response.num_moved == 3
-    assert (pair[0].released, [(r.worker_id, r.timeout_s) for r in pair[1].released]) == ([], [("w1", 7.5)])
 
 
 async def test_a_worker_that_moved_to_another_scheduler_is_not_shown_as_lost(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import struct
 from typing import Any
@@ -10,14 +9,11 @@ from typing import Any
 import grpc
 import pytest
 from quire.foreign import kserve_pb2 as kserve
-from quire.foreign import orca_pb2, orca_pb2_grpc
-from quire.foreign import vllm_engine_pb2 as vllm
 from quire.foreign.kserve_pb2_grpc import GRPCInferenceServiceStub
-from quire.foreign.vllm_engine_pb2_grpc import VllmEngineStub
 
 from gateway_svc.foreign.kserve import call_of
 from svc_common.errors import InvalidRequestError, ServiceError
-from tests.unit.gateway.fakes import LENGTH, FakeScheduler, TestGateway, until
+from tests.unit.gateway.fakes import FakeScheduler, TestGateway, until
 from tests.unit.gateway.tokenizer_kinds import byte_level
 
 IDS = byte_level().encode("Hello wörld", add_special_tokens=False).ids
@@ -172,68 +168,3 @@ async def test_an_undecodable_message_ends_the_stream(gateway: TestGateway, sche
         await call.read()
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     await until(lambda: len(scheduler.cancels) == 1)
-
-
-async def test_a_client_that_leaves_ends_its_requests(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    call = GRPCInferenceServiceStub(gateway.channel).ModelStreamInfer()
-    for i in range(3):
-        await call.write(infer((), str(i), **TEXT))
-    await until(lambda: len(scheduler.submits) == 3)
-    call.cancel()
-    await until(lambda: len(scheduler.cancels) == 3 and not len(gateway.streams))
-
-
-def generate(**params: Any) -> vllm.GenerateRequest:
-    is_stream = params.pop("stream", False)
-    return vllm.GenerateRequest(
-        request_id="chatcmpl-" + "x" * 70, tokenized=vllm.TokenizedInput(input_ids=[5, 6]),
-        sampling_params=vllm.SamplingParams(**params), stream=is_stream,
-    )  # fmt: skip
-
-
-async def test_the_engine_protocol_generates_token_ids(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    scheduler.play(IDS)
-    stub = VllmEngineStub(gateway.channel)
-    chunks = [r async for r in stub.Generate(generate(stream=True, n=2, max_tokens=50, seed=-1, top_k=3))]
-    ids: dict[int, list[int]] = {0: [], 1: []}
-    for response in chunks:
-        ids[response.chunk.index] += response.chunk.token_ids
-    ends = [r.complete for r in chunks if r.HasField("complete")]
-    assert ids == {0: IDS, 1: IDS}
-    assert [(e.finish_reason, e.prompt_tokens, e.completion_tokens) for e in ends] == [("length", 2, len(IDS))] * 2
-    submit = scheduler.submits[0]
-    assert (submit.sampling.seed, submit.sampling.top_k, submit.sampling.temperature) == (2**64 - 1, 3, 1.0)
-    (whole,) = [r.complete async for r in stub.Generate(generate(choice=vllm.ChoiceConstraint(choices=["a"])))]
-    assert list(whole.output_ids) == IDS
-    for request in (generate(logprobs=-1), generate(top_p=3.0), vllm.GenerateRequest(mm_inputs={}, text="a")):
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await anext(aiter(stub.Generate(request)))
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def test_the_engine_protocol_describes_the_model(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    stub = VllmEngineStub(gateway.channel)
-    info = await stub.GetModelInfo(vllm.GetModelInfoRequest())
-    assert (info.served_model_name, info.is_generation) == ("demo", True)
-    data = b"".join([chunk.data async for chunk in stub.GetTokenizer(vllm.GetTokenizerRequest())])
-    assert b"tokenizer.json" in data
-    scheduler.say(heartbeat={"num_waiting": 2, "num_running": 3, "kv_cache_usage": 0.5, "ready_workers": 1})
-    await until(lambda: gateway.clients[0].heartbeat is not None)
-    (load,) = (await stub.GetLoads(vllm.GetLoadsRequest())).loads
-    assert (load.num_waiting_reqs, load.num_running_reqs, load.token_usage) == (2, 3, 0.5)
-    call = orca_pb2_grpc.OpenRcaServiceStub(gateway.channel).StreamCoreMetrics(orca_pb2.OrcaLoadReportRequest())
-    report = await call.read()
-    call.cancel()
-    assert (report.named_metrics["num_requests_waiting"], report.utilization["kv_cache"]) == (2, 0.5)
-
-
-async def test_an_abort_of_a_foreign_id(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    stub = VllmEngineStub(gateway.channel)
-    request = generate()
-    call = asyncio.ensure_future(anext(aiter(stub.Generate(request))))
-    await until(lambda: len(scheduler.submits) == 1)
-    await stub.Abort(vllm.AbortRequest(request_ids=[request.request_id]))
-    await until(lambda: len(scheduler.cancels) == 1)
-    handle = scheduler.submits[0].handle
-    scheduler.finish(handle, LENGTH, ids=[5])
-    assert (await call).complete.finish_reason in ("abort", "length")

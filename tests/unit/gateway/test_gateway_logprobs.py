@@ -106,19 +106,6 @@ async def test_missing_entries_fail_the_request(gateway: TestGateway, scheduler:
     assert "no or too few log probabilities for output position 0" in error.details()
 
 
-async def test_a_continuation_continues_the_sum(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    state = types.SampleState(output_token_ids=[8, 9], cumulative_logprob=-2.5)
-    call = gateway.generate(
-        output=ASKS, sampling=types.SamplingParams(seed=1), stop=types.StopParams(max_tokens=3),
-        continuation=types.Continuation(samples=[state]),
-    )  # fmt: skip
-    await call.read()
-    send(scheduler, scheduler.submits[0].handle, [12], 2, ends=True)
-    events = await rest(call)
-    assert list(chunks_of(events)[0].logprobs.logprobs) == [-3.0]
-    assert events[-1].finished.cumulative_logprob == -5.5
-
-
 PROMPT = [100, 101, 102, 103, 104, 105]
 
 
@@ -155,13 +142,6 @@ async def test_prompt_positions_come_before_the_first_chunk(gateway: TestGateway
     assert [list(chunk.token_ids) for chunk in chunks_of(events)] == [[9]]
 
 
-async def test_a_prompt_of_one_token_has_one_event(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    scheduler.play([9])
-    result = gateway.generate(prompt=pb.Prompt(tokens=types.TokenIds(ids=[100])), output=ASKS_PROMPT)
-    prompts = [event.prompt_logprobs for event in await rest(result) if event.HasField("prompt_logprobs")]
-    assert [(prompt.offset, prompt.first_token_id, len(prompt.token_ids)) for prompt in prompts] == [(1, 100, 0)]
-
-
 @pytest.mark.parametrize(
     ("positions", "message"), [([2], "prompt position 2, expected 1"), ([1, 2], "a token before all prompt_logprobs")]
 )
@@ -195,23 +175,6 @@ async def test_a_continuation_gets_the_missing_positions(
         assert not any(event.HasField("prompt_logprobs") for event in events)
     else:
         check_prompt(events, 3)
-
-
-async def test_a_lost_scheduler_gets_the_number_of_delivered_positions(
-    gateway: TestGateway, scheduler: FakeScheduler
-) -> None:
-    call = gateway.generate(**prompt_request())
-    events = [await call.read()]
-    send_prompt(scheduler, scheduler.submits[0].handle, [1, 2, 3])
-    events.append(await call.read())
-    scheduler.hang_up()  # the gateway attaches again and submits the request again
-    await until(lambda: len(scheduler.submits) == 2)
-    submit = scheduler.submits[1]
-    assert submit.continuation.num_prompt_logprobs == 4
-    send_prompt(scheduler, submit.handle, [4, 5])
-    scheduler.finish(submit.handle, ids=[9])
-    events += await rest(call)
-    check_prompt(events, 1)
 
 
 # -- the bytes of tokens ---------------------------------------------------------------------------------------------

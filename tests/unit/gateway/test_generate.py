@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import grpc
 import pytest
 from quire.internal.v1 import scheduler_pb2
@@ -12,7 +10,6 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.schedulers import attach_stream
 from tests.unit.gateway.fakes import (
-    ABORTED,
     EOS,
     LENGTH,
     STOP,
@@ -57,38 +54,11 @@ async def test_the_scheduler_gets_all_defaults(gateway: TestGateway, scheduler: 
     assert submit.prompt_token_ids == b"\x05\0\0\0\x06\0\0\0\x07\0\0\0"
 
 
-async def test_text_and_chat_prompts_are_tokenized(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    scheduler.play([9])
-    await gateway.collect(prompt=pb.Prompt(text="Hello world"))
-    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="Hello world")])
-    await gateway.collect(prompt=pb.Prompt(chat=chat))
-    assert scheduler.submits[0].prompt_token_ids == scheduler.submits[1].prompt_token_ids
-    assert len(scheduler.submits[0].prompt_token_ids) == 4 * len(encode("Hello world"))
-
-
-async def test_each_sample_has_its_own_stream(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    ids = encode("abc def")
-    scheduler.play(ids)
-    result = await gateway.collect(sampling=types.SamplingParams(n=3))
-    assert sorted(result.finished) == [0, 1, 2]
-    for index in range(3):
-        assert (result.ids(index), result.text(index)) == (ids, "abc def")
-        result.check_offsets(index)
-
-
 async def test_an_end_token_stays_in_ids_and_out_of_text(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     ids = [*encode("done"), 1]
     scheduler.play(ids, EOS)
     result = await gateway.collect(output=pb.OutputParams(skip_special_tokens=False))
     assert (result.ids(), result.text(), result.finished[0].reason) == (ids, "done", EOS)
-
-
-async def test_the_matched_stop_token_is_reported(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    ids = encode("one.")
-    scheduler.on_submit = lambda submit: scheduler.finish(submit.handle, STOP, ids=ids, stop_token_id=ids[-1])
-    result = await gateway.collect(stop=types.StopParams(stop_token_ids=[ids[-1]]))
-    assert (result.ids(), result.text()) == (ids, TOKENIZER.decode(ids[:-1]))
-    assert result.finished[0].stop_token_id == ids[-1]
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "Hello "), (True, "Hello END")])
@@ -110,63 +80,6 @@ async def test_a_stop_string_across_tokens(
     assert finished.usage.cached_tokens == 3
     cancel = scheduler.cancels[0]
     assert (cancel.sample_index, cancel.HasField("sample_index"), cancel.reason) == (0, True, STOP)
-
-
-async def test_a_stop_string_in_the_last_delta_needs_no_cancel(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    scheduler.play([id_ for char in "ab END cd" for id_ in encode(char)])
-    result = await gateway.collect(stop=types.StopParams(stop=["END"]))
-    assert (result.text(), len(result.ids()), result.finished[0].stop) == ("ab ", 6, "END")
-    assert scheduler.cancels == []
-
-
-async def test_stop_strings_work_without_text_output(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    scheduler.play([id_ for char in "ab END cd" for id_ in encode(char)])
-    result = await gateway.collect(stop=types.StopParams(stop=["END"]), output=pb.OutputParams(text=False))
-    assert (result.text(), len(result.ids()), result.finished[0].stop) == ("", 6, "END")
-
-
-async def test_text_held_back_is_released_at_the_end(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    scheduler.play(encode("half EN"))
-    result = await gateway.collect(stop=types.StopParams(stop=["END"]))
-    assert (result.text(), result.finished[0].reason) == ("half EN", LENGTH)
-    result.check_offsets()
-
-
-@pytest.mark.parametrize("wants", ["text", "token_ids"])
-async def test_only_the_requested_outputs_are_sent(gateway: TestGateway, scheduler: FakeScheduler, wants: str) -> None:
-    ids = encode("Hello")
-    scheduler.play(ids)
-    output = pb.OutputParams(text=wants == "text", token_ids=wants == "token_ids")
-    result = await gateway.collect(output=output)
-    assert (result.text(), result.ids()) == (("Hello", []) if wants == "text" else ("", ids))
-    assert result.finished[0].output_digest == digest_of(ids)
-
-
-async def test_max_tokens_zero(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    scheduler.play([])
-    result = await gateway.collect(stop=types.StopParams(max_tokens=0))
-    assert (result.ids(), result.finished[0].reason, scheduler.submits[0].stop.max_tokens) == ([], LENGTH, 0)
-    assert scheduler.submits[0].stop.HasField("max_tokens")
-
-
-async def test_a_cancelled_call_releases_its_request(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    call = gateway.generate()
-    await call.read()
-    scheduler.send(scheduler.submits[0].handle, [9])
-    await call.read()
-    call.cancel()
-    await until(lambda: scheduler.cancels)
-    assert (scheduler.cancels[0].reason, scheduler.cancels[0].HasField("sample_index")) == (ABORTED, False)
-    await until(lambda: gateway.num_open == 0)
-    assert not gateway.dispatcher.num_open
-
-
-async def test_an_expired_deadline_releases_its_request(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    request = pb.GenerateRequest(prompt=pb.Prompt(tokens=types.TokenIds(ids=[5])))
-    error = await refused(gateway.stub.Generate(request, timeout=0.3))
-    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await until(lambda: scheduler.cancels)
-    await until(lambda: gateway.num_open == 0)
 
 
 async def test_a_stalled_client_gets_merged_chunks_and_uses_no_more_memory(
@@ -206,28 +119,6 @@ async def test_a_gap_is_an_internal_error_and_cancels(gateway: TestGateway, sche
     await until(lambda: scheduler.cancels)
 
 
-async def test_abort_reaches_requests_of_other_gateways_through_the_schedulers(
-    gateway: TestGateway, scheduler: FakeScheduler
-) -> None:
-    scheduler.elsewhere = {"of-another-gateway"}
-    call = gateway.generate(request_id="mine")
-    await call.read()
-    response = await gateway.stub.Abort(pb.AbortRequest(request_ids=["unknown", "of-another-gateway", "mine"]))
-    assert response.aborted_ids == ["of-another-gateway", "mine"]
-    assert response.unknown_ids == ["unknown"]
-    assert scheduler.asked_to_abort == ["unknown", "of-another-gateway"]
-    await rest(call)
-
-
-async def test_abort_ends_the_stream_with_aborted(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    call = gateway.generate(request_id="victim", sampling=types.SamplingParams(n=2))
-    await call.read()
-    response = await gateway.stub.Abort(pb.AbortRequest(request_ids=["victim", "victim", "unknown"]))
-    assert (response.aborted_ids, response.unknown_ids) == (["victim"], ["unknown"])
-    reasons = [event.finished.reason for event in await rest(call)]
-    assert reasons == [ABORTED, ABORTED]
-
-
 async def test_one_request_id_at_a_time(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     first = gateway.generate(request_id="same")
     await first.read()
@@ -258,28 +149,6 @@ async def test_a_refusal_keeps_code_message_and_retry_delay(gateway: TestGateway
     assert error.trailing_metadata()["grpc-retry-pushback-ms"] == "250"
 
 
-async def test_a_failed_sample_reports_the_cause(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    scheduler.on_submit = lambda submit: scheduler.finish(
-        submit.handle, types.FINISH_REASON_ERROR, message="NaN in logits", preemptions=2
-    )
-    finished = (await gateway.collect()).finished[0]
-    assert (finished.reason, finished.message, finished.preemptions) == (types.FINISH_REASON_ERROR, "NaN in logits", 2)
-
-
-async def test_draining_lets_open_streams_finish(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    call = gateway.generate()
-    await call.read()
-    drain = asyncio.create_task(gateway.streams.drain(10))
-    await until(lambda: gateway.streams._is_draining)
-    error = await refused(gateway.generate())
-    assert error.code() is grpc.StatusCode.UNAVAILABLE
-    handle = scheduler.submits[0].handle
-    scheduler.send(handle, [9])
-    scheduler.finish(handle)
-    assert [event.finished.reason for event in await rest(call)][-1] == LENGTH
-    await drain
-
-
 async def test_draining_ends_open_streams_at_the_timeout(gateway: TestGateway, scheduler: FakeScheduler) -> None:
     call = gateway.generate()
     await call.read()
@@ -287,15 +156,6 @@ async def test_draining_ends_open_streams_at_the_timeout(gateway: TestGateway, s
     error = await refused(call)
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert "resume on another gateway" in error.details()
-
-
-async def test_a_scheduler_may_report_queued_requests_with_deltas(
-    gateway: TestGateway, scheduler: FakeScheduler
-) -> None:
-    scheduler.reports_queued_handles = True
-    scheduler.play(encode("done"))
-    results = await asyncio.gather(*(gateway.collect() for _ in range(5)))
-    assert [result.text() for result in results] == ["done"] * 5
 
 
 async def test_messages_that_wait_for_the_stream_are_sent_as_one_batch(

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import io
 import json
 import re
-import weakref
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -24,7 +21,7 @@ from gateway_svc.batches.batches import Batches, BatchLimits
 from gateway_svc.callers.authenticator import ApiKeys, Authenticator
 from gateway_svc.http import app as http_app
 from gateway_svc.http.app import HttpApp, SitePolicy, with_cors
-from gateway_svc.http.fields import ALIASES, ENDPOINTS
+from gateway_svc.http.fields import ALIASES
 from gateway_svc.http.handlers import Handlers, StatusHandlers
 from gateway_svc.http.server import MAX_CONNECTIONS, HttpServer
 from gateway_svc.limits.buckets import LimitsFile, LocalBuckets
@@ -34,7 +31,6 @@ from gateway_svc.operators.operator_port import NoOperators
 from gateway_svc.operators.rollouts import RolloutServicer
 from svc_common import memory
 from svc_common.calls import RpcStats
-from svc_common.serve import BindError
 from tests.hostile import campaigns
 from tests.unit.gateway.fakes import EOS, LENGTH, FakeScheduler, TestGateway, make_bundle, make_info, until
 from tests.unit.gateway.tokenizer_kinds import byte_level
@@ -232,62 +228,6 @@ async def test_prompts_of_one_body_are_choices_of_one_answer(http: HttpGateway, 
     assert [texts(chunks, i)[:3] for i in range(4)] == ["one", "one", "two", "two"]
 
 
-async def test_usage_in_every_chunk(http: HttpGateway, scheduler: FakeScheduler) -> None:
-    scheduler.play(ids_of("hi you"))
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, _ = await http.stream(COMPLETIONS, {"prompt": [5, 6], "stream_options": options})
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert counts[-1] == len(ids_of("hi you"))
-
-
-async def test_stop_reason_is_the_stop_string(http: HttpGateway, scheduler: FakeScheduler) -> None:
-    scheduler.play(ids_of("one, two"))
-    _, _, answer = await http.post(COMPLETIONS, {"prompt": "a", "stop": ","})
-    (choice,) = answer["choices"]
-    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("one", "stop", ",")
-
-
-async def test_models(http: HttpGateway) -> None:
-    _, _, answer = await http.get("/v1/models")
-    (model,) = answer["data"]
-    assert (model["id"], model["object"], model["max_model_len"]) == ("demo", "model", 256)
-    assert model["context_length"] == model["context_window"] == 256
-    assert (await http.get("/v1/models/demo"))[2] == model
-    status, _, answer = await http.get("/v1/models/other/name")
-    assert status == 404
-    assert answer["error"]["code"] == "model_not_found"
-
-
-async def test_tokenize_and_detokenize(http: HttpGateway) -> None:
-    _, _, answer = await http.post("/tokenize", {"prompt": "hi you"})
-    ids = ids_of("hi you")
-    assert answer == {"count": len(ids), "max_model_len": 256, "tokens": ids, "token_strs": None}
-    _, _, answer = await http.post("/tokenize", {"prompt": "hi you", "return_token_strs": True})
-    assert answer["token_strs"] == [TOKENIZER.id_to_token(id_) for id_ in ids]
-    assert (await http.post("/tokenize", HELLO))[2]["tokens"] == ids_of("hello")
-    assert (await http.post("/detokenize", {"tokens": ids_of("hi you")}))[2] == {"prompt": "hi you"}
-
-
-async def test_tokenizer_info(http: HttpGateway) -> None:
-    status, _, answer = await http.get("/tokenizer_info?model=demo")
-    assert (status, answer["chat_template"]) == (200, "{{ messages[0].content }}")
-    assert set(answer) == {"eos_token", "bos_token", "pad_token", "chat_template"}
-    assert (await http.get("/tokenizer_info?model=other"))[0] == 404
-
-
-async def test_echo_of_token_ids(http: HttpGateway, scheduler: FakeScheduler) -> None:
-    scheduler.play(ids_of(" you"))
-    body = {"prompt": [ids_of("hi"), ids_of("oh")], "echo": True}
-    _, _, answer = await http.post(COMPLETIONS, body)
-    assert [choice["text"] for choice in answer["choices"]] == ["hi you", "oh you"]
-    chunks = await http.stream(COMPLETIONS, body)
-    assert [texts(chunks, i) for i in range(2)] == ["hi you", "oh you"]
-    status, _, answer = await http.post(COMPLETIONS, {"prompt": [9999], "echo": True})
-    assert (status, answer["error"]["param"]) == (400, "prompt")
-    assert answer["error"]["message"].startswith("prompt holds token id 9999")
-
-
 @pytest.mark.parametrize("prompt", [ids_of("one two three"), "one two three"])
 async def test_a_truncated_prompt_is_returned_as_it_is_computed(
     http: HttpGateway, scheduler: FakeScheduler, prompt: Any
@@ -311,59 +251,11 @@ async def test_a_truncated_prompt_is_returned_as_it_is_computed(
     assert answer["prompt_token_ids"] == kept
 
 
-async def test_token_ids_of_prompt_and_output(http: HttpGateway, scheduler: FakeScheduler) -> None:
-    scheduler.play(ids_of("hi"))
-    _, _, answer = await http.post(CHAT, {**HELLO, "return_token_ids": True})
-    assert (answer["prompt_token_ids"], answer["choices"][0]["token_ids"]) == (ids_of("hello"), ids_of("hi"))
-    _, _, answer = await http.post(COMPLETIONS, {"prompt": ["a", "bc"], "return_token_ids": True})
-    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [ids_of("a"), ids_of("bc")]
-    first, *chunks = await http.stream(CHAT, {**HELLO, "return_token_ids": True})
-    assert first["prompt_token_ids"] == ids_of("hello")
-    choices = [chunk["choices"][0] for chunk in chunks[:-1]]
-    assert [id_ for choice in choices for id_ in choice.get("token_ids", ())] == ids_of("hi")
-    _, _, answer = await http.post(CHAT, HELLO)
-    assert "prompt_token_ids" not in answer
-    assert "token_ids" not in answer["choices"][0]
-
-
-async def test_text_with_quotes_and_control_characters(http: HttpGateway, scheduler: FakeScheduler) -> None:
-    text = 'say "hi"\n\t\\ \u00e9 \u2028 \x01'
-    scheduler.play(ids_of(text))
-    assert texts(await http.stream(COMPLETIONS, {"prompt": "a"})) == text
-    assert texts(await http.stream(CHAT, {**HELLO, "n": 2}), 1) == text
-
-
-async def test_the_description_of_the_api(http: HttpGateway) -> None:
-    _, _, described = await http.get("/openapi.json")
-    assert described["info"]["version"] == (await http.get("/version"))[2]["version"]
-    for path, rows in ENDPOINTS.items():
-        body = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        assert set(body["properties"]) == {row.name for row in rows}
-    assert "get" in described["paths"]["/v1/models/{model}"]
-
-
 async def test_every_route_is_attacked(http: HttpGateway) -> None:
     """A route without a row in the tables of tests/hostile would be missed by `make hostile`."""
     routes = await campaigns.routes_of(http.session, {})
     assert {path for _, path in routes} == {re.sub(r":\w+}", "}", path) for path in http.paths}
     assert {path for method, path in routes if method == "POST"} - set(ALIASES) == set(campaigns.BODIES)
-
-
-async def test_load_and_metrics(http: HttpGateway, scheduler: FakeScheduler, tmp_path: Path) -> None:
-    assert (await http.get("/load"))[2] == {"server_load": 0}
-    scheduler.on_submit = lambda submit: scheduler.send(submit.handle, ids_of("hi"))
-    async with http.session.post(CHAT, json={**HELLO, "stream": True}) as reply:
-        await reply.content.readuntil(b"hi")
-        assert (await http.get("/load"))[2] == {"server_load": 1}
-    async with http.session.get("/metrics") as reply:
-        assert (reply.content_type, await reply.text()) == ("text/plain", "quire_up 1\n")
-
-
-async def test_health_and_version(http: HttpGateway) -> None:
-    assert (await http.get("/health"))[0] == (await http.get("/ping"))[0] == 200
-    http.is_serving = False
-    assert (await http.get("/health"))[0] == 503
-    assert (await http.get("/version"))[2]["version"]
 
 
 @pytest.mark.parametrize(
@@ -415,16 +307,6 @@ async def test_an_unknown_path_names_a_similar_one(http: HttpGateway, path: str,
     assert (status, len(answer["error"]["message"]) < 200) == (404, True)
 
 
-async def test_a_path_that_is_documented_as_not_served_is_no_misspelled_one(http: HttpGateway) -> None:
-    page = (Path(__file__).parents[3] / "docs/http.md").read_text()
-    paths = re.findall(r"`(/[a-z0-9_/]+)`", page[page.index("Not served, answered with 404") :].partition("\n\n")[0])
-    assert {"/v1/conversations", "/v2/chat"} <= {*paths}
-    for path in paths:
-        status, _, answer = await http.post(path, HELLO)
-        expected = f"there is no endpoint {path}; docs/http.md lists the endpoints"
-        assert (status, answer["error"]["message"]) == (404, expected)
-
-
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_full_queue(http: HttpGateway, scheduler: FakeScheduler, is_stream: bool) -> None:
     scheduler.refusals.append(pb.Refusal(code=8, message="full", retry_after_ms=1500))
@@ -448,20 +330,6 @@ async def test_a_refused_prompt_cancels_the_other_prompts(
     scheduler.refusals.extend([None, pb.Refusal(code=8, message="full")])
     assert (await http.post(COMPLETIONS, {"prompt": ["a", "b"], "stream": True}))[0] == 429
     await until(lambda: gateway.num_open == 0 and len(scheduler.cancels) == 1)
-
-
-async def test_a_choice_that_fails(http: HttpGateway, scheduler: FakeScheduler) -> None:
-    scheduler.on_submit = lambda submit: scheduler.finish(submit.handle, ERROR, message="NaN in the logits")
-    status, _, answer = await http.post(CHAT, HELLO)
-    assert (status, answer["error"]["message"]) == (500, "NaN in the logits")
-    _, error = await http.stream(CHAT, HELLO)  # the first event has the role
-    assert error["error"]["message"] == "NaN in the logits"
-
-
-@pytest.mark.parametrize("body", [b"", b"[1]", b'{"messages": "\xff"}', b"{" * 100_000])
-async def test_bodies_that_are_not_json(http: HttpGateway, body: bytes) -> None:
-    status, _, answer = await http.post(CHAT, data=body)
-    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
 
 
 async def test_a_body_that_is_too_large(http: HttpGateway, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,53 +365,6 @@ async def test_a_malformed_body_gets_one_answer_and_no_traceback(
     assert (await http.get("/version"))[0] == 200
     assert "Traceback" not in caplog.text
     assert not [record for record in caplog.records if record.exc_info]
-
-
-async def test_a_failed_request_is_freed_without_a_garbage_collection() -> None:
-    """Refused bodies of 16 MiB used to fill the memory, because services collect garbage rarely."""
-
-    class Body:
-        pass
-
-    alive: weakref.WeakSet[Body] = weakref.WeakSet()
-
-    async def answering() -> None:
-        body = Body()
-        alive.add(body)
-        raise BadBodyError
-
-    async def receive() -> Any:
-        await asyncio.Event().wait()
-
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(5):
-            with contextlib.suppress(BadBodyError):
-                await http_app._until_hang_up(answering(), receive)
-        assert len(alive) <= 1  # the interpreter may still refer to the last exception
-    finally:
-        gc.enable()
-
-
-class BadBodyError(Exception):
-    pass
-
-
-async def test_an_invalid_request_id_is_replaced(http: HttpGateway) -> None:
-    _, headers, _ = await http.get("/version", headers={"x-request-id": "a b"})
-    assert headers["x-request-id"].startswith("req-")
-
-
-async def test_keys(gateway: TestGateway, tmp_path: Path) -> None:
-    (tmp_path / "me").write_text("secret")
-    async with HttpGateway(gateway, Authenticator(ApiKeys(tmp_path))) as http:
-        assert (await http.get("/health"))[0] == (await http.get("/ping"))[0] == 200
-        assert (await http.get("/metrics"))[0] == 401
-        for headers in ({}, {"authorization": "Bearer other"}, {"authorization": "Basic secret"}):
-            status, _, answer = await http.get("/v1/models", headers=headers)
-            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
-        assert (await http.get("/v1/models", headers={"authorization": "bearer secret"}))[0] == 200
 
 
 async def test_only_operators_control_weights_and_pauses(gateway: TestGateway, tmp_path: Path) -> None:
@@ -643,18 +464,6 @@ async def test_requests_belong_to_the_owner_of_the_key(
     assert all(submit.request_id.startswith(f"team/{answer['id']}") for submit in scheduler.submits)
 
 
-@pytest.mark.parametrize("body", [{"stream": True}, {"stream": False}, {"stream": True, "prompt": ["a", "b"]}])
-async def test_requests_of_a_client_that_disconnects_are_cancelled(
-    http: HttpGateway, scheduler: FakeScheduler, gateway: TestGateway, body: Any
-) -> None:
-    prompts = body.get("prompt", ["a"])
-    scheduler.on_submit = lambda submit: scheduler.send(submit.handle, ids_of("hi"))
-    call = asyncio.create_task(http.post(COMPLETIONS, {"prompt": "a", **body}))
-    await until(lambda: len(scheduler.submits) == len(prompts))
-    call.cancel()
-    await until(lambda: len(scheduler.cancels) == len(prompts) and gateway.num_open == 0)
-
-
 async def test_a_stream_that_fails_ends_with_an_error_event(
     http: HttpGateway, scheduler: FakeScheduler, gateway: TestGateway
 ) -> None:
@@ -667,40 +476,3 @@ async def test_a_stream_that_fails_ends_with_an_error_event(
     assert error["error"]["type"] == "server_error"
     status, headers, _ = await http.post(COMPLETIONS, {"prompt": "a"})
     assert (status, headers["x-should-retry"]) == (503, "true")
-
-
-async def test_the_openai_client_retries_after_the_given_time(http: HttpGateway, scheduler: FakeScheduler) -> None:
-    scheduler.play(ids_of("hi"))
-    full = pb.Refusal(code=8, message="full", retry_after_ms=20)
-    async with http.openai(max_retries=2) as client:
-        scheduler.refusals.extend([full, full])
-        answer = await client.completions.create(model="demo", prompt="a")
-        assert (answer.choices[0].text, len(scheduler.submits)) == ("hi", 3)
-        scheduler.refusals.extend([full, full, full])
-        with pytest.raises(openai.RateLimitError) as caught:
-            await client.completions.create(model="demo", prompt="a")
-        assert caught.value.code == "rate_limit_exceeded"
-
-
-async def test_the_openai_client_raises_the_error_of_a_stream(http: HttpGateway, scheduler: FakeScheduler) -> None:
-    scheduler.on_submit = lambda submit: scheduler.finish(submit.handle, ERROR, ids=ids_of("hi"), message="NaN")
-    async with http.openai(max_retries=0) as client:
-        stream = await client.completions.create(model="demo", prompt="a", stream=True)
-        assert (await anext(stream)).choices[0].text == "hi"
-        with pytest.raises(openai.APIError, match="NaN"):
-            await anext(stream)
-
-
-async def test_stopping_closes_idle_connections(gateway: TestGateway) -> None:
-    async with HttpGateway(gateway) as http:
-        assert (await http.get("/health"))[0] == 200
-        await http.server.stop()
-        with pytest.raises(aiohttp.ClientConnectionError):
-            await http.get("/health")
-
-
-async def test_a_port_that_is_in_use(http: HttpGateway) -> None:
-    host, port = http.server.address
-    second = HttpServer(HttpApp([], authenticator=None, stats=RpcStats()), f"{host}:{port}")
-    with pytest.raises(BindError, match="cannot listen on"):
-        await second.start()

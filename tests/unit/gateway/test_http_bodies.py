@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from typing import Any
 
@@ -17,8 +16,6 @@ from gateway_svc.http.openai.bodies import (
     Generation,
     chat_generation,
     completion_generation,
-    detokenize_request,
-    tokenize_request,
 )
 from gateway_svc.http.replies import ignored_headers
 from gateway_svc.request.validation import check_generate
@@ -119,45 +116,6 @@ def test_a_number_may_be_a_string(text: str, value: int | None) -> None:
     assert list(chat(stop="1").requests[0].stop.stop) == ["1"]
 
 
-def test_refusals_and_thoughts_are_part_of_the_conversation() -> None:
-    content = [
-        {"type": "thinking", "thinking": "Hm."},
-        {"type": "text", "text": "No."},
-        {"type": "refusal", "refusal": "I will not."},
-    ]
-    messages = [*HELLO, {"role": "assistant", "content": content}, {"role": "assistant", "refusal": "No!"}]
-    (request,) = chat(messages=messages).requests
-    _, first, second = request.prompt.chat.messages
-    assert (first.content, first.reasoning, second.content) == ("No.\nI will not.", "Hm.", "No!")
-    for part in ({"type": "refusal"}, {"type": "thinking", "thinking": 5}, {"type": ["text"]}):
-        assert refusal(messages=[{"role": "assistant", "content": [part]}])[0].startswith("messages[0].content[0]")
-
-
-def test_early_stopping_has_the_values_of_transformers() -> None:
-    numbers = {False: types.EARLY_STOPPING_FALSE, True: types.EARLY_STOPPING_TRUE}
-    numbers["never"] = types.EARLY_STOPPING_NEVER
-    for value, number in numbers.items():
-        assert chat(beam_width=2, early_stopping=value).requests[0].sampling.early_stopping == number
-    assert refusal(early_stopping="maybe")[1] == "early_stopping is 'maybe'; must be false, true or \"never\""
-
-
-def test_choices_of_best_of_are_not_streamed() -> None:
-    for make in (chat, completion):
-        assert make(best_of=2, n=2, stream=True).is_stream
-        with pytest.raises(InvalidRequestError, match="best_of is 2, more than n, which is 1") as caught:
-            make(best_of=2, stream=True)
-        assert caught.value.field == "best_of"
-
-
-def test_use_beam_search_takes_n_as_the_number_of_beams() -> None:
-    sampling = completion(use_beam_search=True, n=3, temperature=0).requests[0].sampling
-    assert (sampling.beam_width, sampling.n, sampling.HasField("temperature")) == (3, 3, False)
-    assert completion(use_beam_search=True, beam_width=4, n=2).requests[0].sampling.beam_width == 4
-    assert not completion(use_beam_search=False, n=3).requests[0].sampling.beam_width
-    assert refusal(use_beam_search=True)[0] == "use_beam_search"
-    assert refusal(use_beam_search=1)[0] == "use_beam_search"
-
-
 def _out_of_range(field: Field) -> Any:
     wrong: dict[Kind, Any] = {Kind.BOOL: "yes", Kind.STRING: 5, Kind.STRINGS: ["x" * 300], Kind.TOKEN_IDS: [-1]}
     return wrong.get(field.kind, field.low - 5 if field.low is not None and field.kind is not Kind.INT32 else 2**70)
@@ -182,20 +140,6 @@ def test_a_number_may_be_written_as_a_float() -> None:
     assert chat(max_tokens=16.0).requests[0].stop.max_tokens == 16
     assert refusal(max_tokens=16.5) == ("max_tokens", "max_tokens is 16.5; must be an integer")
     assert refusal(temperature=True) == ("temperature", "temperature is true; must be a number")
-
-
-def test_values_that_other_servers_accept() -> None:
-    (request,) = chat(top_k=-1, seed=-1, stop="end", max_tokens=5, max_completion_tokens=7).requests
-    assert request.sampling.top_k == 0
-    assert request.sampling.seed == 2**64 - 1
-    assert request.stop.stop == ["end"]
-    assert request.stop.max_tokens == 7
-
-
-def test_max_tokens_of_a_completion_is_16_by_default() -> None:
-    assert completion().requests[0].stop.max_tokens == 16
-    assert completion(max_tokens=0).requests[0].stop.max_tokens == 0
-    assert not chat().requests[0].stop.HasField("max_tokens")
 
 
 @pytest.mark.parametrize(
@@ -224,20 +168,6 @@ def test_invalid_prompts(prompt: Any, field: str) -> None:
 def test_too_many_prompts() -> None:
     with pytest.raises(InvalidRequestError, match="prompt has 1025 items; at most 1024"):
         completion(prompt=["a"] * 1025)
-
-
-def test_echo() -> None:
-    assert completion(echo=True).has_echo
-    assert not completion().has_echo
-    with pytest.raises(InvalidRequestError, match="echo is 1; must be true or false"):
-        completion(echo=1)
-
-
-def test_token_ids_are_sent_only_if_they_are_needed() -> None:
-    assert not chat().requests[0].output.token_ids
-    asked = chat(return_token_ids=True)
-    assert asked.returns_token_ids
-    assert asked.requests[0].output.token_ids
 
 
 def test_messages() -> None:
@@ -290,36 +220,6 @@ def test_messages_that_are_refused(messages: Any, field: str) -> None:
     assert refusal(messages=messages)[0] == field
 
 
-def test_the_template() -> None:
-    (request,) = chat(continue_final_message=True, chat_template_kwargs={"enable_thinking": False}).requests
-    assert request.prompt.chat.continue_final_message
-    assert json.loads(request.prompt.chat.template_kwargs_json) == {"enable_thinking": False}
-    assert chat(continue_final_message=True, add_generation_prompt=False) == chat(continue_final_message=True)
-    chat_prompt = (
-        chat(add_generation_prompt=False, chat_template="other", reasoning_effort="low").requests[0].prompt.chat
-    )
-    assert chat_prompt.HasField("add_generation_prompt")
-    assert not chat_prompt.add_generation_prompt
-    assert chat_prompt.chat_template == "other"
-    assert json.loads(chat_prompt.template_kwargs_json) == {"reasoning_effort": "low"}
-    assert refusal(add_generation_prompt=True, continue_final_message=True)[0] == "add_generation_prompt"
-
-
-def test_tools_are_passed_to_the_template() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert json.loads(chat(tools=tools).requests[0].prompt.chat.tools_json) == tools
-    for name, value in (
-        ("none", pb.TOOL_CHOICE_NONE),
-        ("auto", pb.TOOL_CHOICE_AUTO),
-        ("required", pb.TOOL_CHOICE_REQUIRED),
-    ):
-        assert chat(tools=tools, tool_choice=name).requests[0].prompt.chat.tool_choice == value
-    named = chat(tools=tools, tool_choice={"type": "function", "function": {"name": "f"}}, parallel_tool_calls=False)
-    assert named.requests[0].prompt.chat.tool_name == "f"
-    assert not named.requests[0].prompt.chat.parallel_tool_calls
-    assert not chat(parallel_tool_calls=True).requests[0].prompt.chat.HasField("parallel_tool_calls")
-
-
 UNSERVED = [row for row in (*fields.CHAT, *fields.COMPLETION) if row.only is not None]
 
 
@@ -332,12 +232,6 @@ def test_an_unsupported_field_accepts_only_values_that_disable_it(row: fields.Bo
         with pytest.raises(InvalidRequestError, match=f"{row.name} is not served by this version") as caught:
             make(**{row.name: value})
         assert caught.value.field == row.name
-
-
-def test_penalties_at_their_defaults_and_beyond_their_limits() -> None:
-    sampling = chat(frequency_penalty=-2, presence_penalty=0.5, repetition_penalty=1).requests[0].sampling
-    assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (-2, 0.5, 1)
-    assert refusal(frequency_penalty=2.5)[0] == "frequency_penalty"
 
 
 @pytest.mark.parametrize(
@@ -356,30 +250,6 @@ def test_a_wrong_logit_bias_is_named(biases: Any, field: str, words: str) -> Non
     found, message = refusal(logit_bias=biases)
     assert found == field
     assert words in message
-
-
-def test_streaming() -> None:
-    usage = {"include_usage": True}
-    assert (chat().is_stream, chat(stream=True).is_stream) == (False, True)
-    assert not chat(stream=True).includes_usage
-    assert chat(stream=True, stream_options=usage).includes_usage
-    continuous = chat(stream=True, stream_options={**usage, "continuous_usage_stats": True})
-    assert continuous.has_continuous_usage
-    assert continuous.requests[0].output.token_ids
-    assert refusal(stream_options=usage)[0] == "stream_options"
-    assert refusal(stream=1)[0] == "stream"
-
-
-def test_an_empty_grammar_is_not_no_grammar() -> None:
-    assert refusal(structured_outputs={"choice": []})[0] == "structured_outputs.choice"
-    assert refusal(guided_choice=[])[0] == "guided_choice"
-    assert refusal(guided_regex="")[0] == "guided_regex"
-
-
-def test_timeout() -> None:
-    assert (chat().timeout_s, chat(timeout=1.5).timeout_s) == (None, 1.5)
-    for wrong in (0, -1, 86401, "one", True):
-        assert refusal(timeout=wrong)[0] == "timeout"
 
 
 def test_unknown_fields_are_listed_as_ignored() -> None:
@@ -406,21 +276,6 @@ def test_unknown_fields_are_listed_as_ignored() -> None:
 def test_bodies_that_are_not_json(data: bytes, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         chat_generation(data)
-
-
-def test_tokenize_and_detokenize() -> None:
-    body = b'{"model": "m", "prompt": "a", "add_special_tokens": false, "return_token_strs": true, "x": 1}'
-    request, ignored = tokenize_request(body)
-    assert request == pb.TokenizeRequest(
-        model="m", prompt=pb.Prompt(text="a"), add_special_tokens=False, token_strings=True
-    )
-    assert ignored == ["x"]
-    request, _ = tokenize_request(json.dumps({"messages": HELLO}).encode())
-    assert request.prompt.chat.messages[0].content == "hello"
-    assert detokenize_request(b'{"tokens": [1, 2]}') == (pb.DetokenizeRequest(ids=[1, 2]), [])
-    for parse, body in ((tokenize_request, b"{}"), (detokenize_request, b'{"tokens": "a"}')):
-        with pytest.raises(InvalidRequestError):
-            parse(body)
 
 
 def test_errors_use_the_field_names_of_the_body() -> None:
@@ -459,12 +314,3 @@ def test_status_type_code_and_retry(error: ServiceError, status: int, kind: str,
     assert headers["x-should-retry"] == retry
     if error.retry_after_s:
         assert (headers["retry-after-ms"], headers["retry-after"]) == ("250", "1")
-
-
-def test_images_of_a_chat_become_parts() -> None:
-    url = "data:image/png;base64," + base64.b64encode(b"png").decode()
-    content = [{"type": "text", "text": "look"}, image_url(url), {"type": "image_url", "image_url": url}]
-    (request,) = chat(messages=[{"role": "user", "content": content}]).requests
-    (message,) = request.prompt.chat.messages
-    assert [part.WhichOneof("kind") for part in message.parts] == ["text", "image", "image"]
-    assert (message.content, message.parts[1].image, message.parts[2].image) == ("", b"png", b"png")

@@ -10,9 +10,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.http.openai.chat import delta_of
 from gateway_svc.text.chat_output import ChatFormat, parse
 from gateway_svc.text.tool_formats import TOOL_FORMATS
 from tests.chat_templates import CLOCK, TEMPLATES, WEATHER
@@ -40,25 +38,6 @@ async def prompt_of(scheduler: FakeScheduler, gateway: TestGateway) -> str:
     tokenizer = gateway.directory.find_text("demo").text.tokenizer
     assert tokenizer is not None
     return tokenizer.decode(ids, skip_special_tokens=False)
-
-
-async def test_a_whole_answer_has_reasoning_content_and_calls() -> None:
-    async with client_of() as (client, _, scheduler):
-        scheduler.play([*encode(ANSWER), 1], EOS)
-        answer = await client.chat.completions.create(model="demo", messages=USER, tools=TOOLS)
-    choice = answer.choices[0]
-    message: Any = choice.message
-    assert choice.finish_reason == "tool_calls"
-    assert message.content == "I look."
-    assert message.reasoning == message.reasoning_content == "Which city?"
-    assert [(c.type, c.function.name, c.function.arguments) for c in message.tool_calls] == [
-        ("function", "weather", '{"city": "Zürich"}'),
-        ("function", "clock", "{}"),
-    ]
-    assert len({call.id for call in message.tool_calls}) == 2
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens_details is not None
-    assert answer.usage.completion_tokens_details.reasoning_tokens == len(encode(ANSWER.partition("\n\nI look")[0]))
 
 
 async def test_the_text_of_a_special_token_in_a_message_is_that_token() -> None:
@@ -206,72 +185,6 @@ async def test_a_stream_adds_up_to_the_whole_answer() -> None:
     assert final.usage is not None
     assert final.usage.completion_tokens_details is not None
     assert final.usage.completion_tokens_details.reasoning_tokens
-
-
-def test_only_the_first_delta_of_a_call_has_its_id_and_name() -> None:
-    call = pb.ToolCallPart(index=1, id="c", name="f", arguments="{")
-    first, later = pb.AnswerPart(item=3, tool_call=call), pb.AnswerPart(item=3, offset=1, tool_call=call)
-    function = {"name": "f", "arguments": "{"}
-    assert delta_of(first) == {"tool_calls": [{"index": 1, "id": "c", "type": "function", "function": function}]}
-    assert delta_of(later) == {"tool_calls": [{"index": 1, "function": {"arguments": "{"}}]}
-
-
-async def test_a_conversation_with_a_tool() -> None:
-    """The answer's message and the tool's result are sent back and reach the template."""
-    async with client_of() as (client, gateway, scheduler):
-        scheduler.play([*encode(ANSWER), 1], EOS)
-        first = await client.chat.completions.create(model="demo", messages=USER, tools=TOOLS)
-        message = first.choices[0].message
-        assert message.tool_calls
-        results = [{"role": "tool", "tool_call_id": call.id, "content": "sun"} for call in message.tool_calls]
-        await client.chat.completions.create(
-            model="demo", messages=[*USER, message.model_dump(), *results], tools=TOOLS
-        )
-        text = await prompt_of(scheduler, gateway)
-    assert "<think>Which city?</think>I look." in text
-    assert '<tool_call>{"name": "weather", "arguments": {"city": "Zürich"}}</tool_call>' in text
-    assert text.count("<tool_response>sun</tool_response>") == 2
-
-
-async def test_an_answer_without_content_has_null_content() -> None:
-    text = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
-    async with client_of() as (client, _, scheduler):
-        scheduler.play(encode(text))
-        answer = await client.chat.completions.create(model="demo", messages=USER, tools=TOOLS)
-        plain = await client.chat.completions.create(model="demo", messages=USER)
-    assert answer.choices[0].message.content is None
-    assert answer.choices[0].finish_reason == "length"
-    assert plain.choices[0].message.content == text
-    assert plain.choices[0].message.tool_calls is None
-
-
-async def test_each_choice_has_its_own_finish_reason() -> None:
-    async with client_of() as (client, _, scheduler):
-
-        def on_submit(submit: Any) -> None:
-            call = encode('<tool_call>{"name": "clock", "arguments": {}}</tool_call>')
-            scheduler.finish(submit.handle, EOS, ids=[*call, 1])
-            scheduler.finish(submit.handle, EOS, ids=[*encode("No."), 1], sample=1)
-
-        scheduler.on_submit = on_submit
-        answer = await client.chat.completions.create(model="demo", messages=USER, tools=TOOLS, n=2)
-    assert [choice.finish_reason for choice in answer.choices] == ["tool_calls", "stop"]
-
-
-async def test_options_of_a_chat_reach_the_template() -> None:
-    async with client_of() as (client, gateway, scheduler):
-        scheduler.play(encode("Yes."))
-        create = client.chat.completions.create
-        await create(model="demo", messages=USER, reasoning_effort="none")
-        assert (await prompt_of(scheduler, gateway)).endswith("assistant\n<think></think>")
-        await create(model="demo", messages=USER, extra_body={"chat_template_kwargs": {"open_thinking": True}})
-        assert (await prompt_of(scheduler, gateway)).endswith("assistant\n<think>\n")
-        await create(model="demo", messages=USER, extra_body={"add_generation_prompt": False})
-        assert (await prompt_of(scheduler, gateway)).endswith("Rain?<|im_end|>\n")
-        calls: Any = {"tools": TOOLS, "parallel_tool_calls": False}
-        scheduler.play([*encode(ANSWER), 1], EOS)
-        answer = await create(model="demo", messages=USER, **calls)
-        assert [call.function.name for call in answer.choices[0].message.tool_calls or []] == ["weather"]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,6 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.http.openai import answers
 from gateway_svc.http.openai.answers import PromptParts, StreamAnswer, WholeAnswer
 from gateway_svc.http.openai.bodies import Generation, chat_generation, completion_generation
-from gateway_svc.http.openai.logprobs import LOWEST
-from svc_common.errors import InvalidRequestError, ServiceError
 
 CRAB = "\U0001f980".encode()
 OUTPUT = pb.Logprobs(
@@ -87,39 +85,6 @@ def streamed(asked: Generation, shape: answers.Shape = answers.COMPLETION) -> li
     return [json.loads(part.removeprefix("data: ")) for part in data.split("\n\n") if part]
 
 
-OF_OUTPUT = {
-    "tokens": ["a", "\ufffd", "\ufffd\ufffd"],
-    "token_logprobs": [-0.5, -2.0, -0.25],
-    "top_logprobs": [
-        {"a": -0.5, "b": -1.0},
-        {"b": -0.75, "c": -1.5, "\ufffd": -2.0},
-        {"\ufffd\ufffd": -0.25, "a": LOWEST},
-    ],
-    "text_offset": [0, 1, 1],
-}
-
-
-def test_a_completion() -> None:
-    assert whole(completion(logprobs=2))["choices"][0]["logprobs"] == OF_OUTPUT
-
-
-def test_an_echoed_prompt_has_log_probabilities() -> None:
-    asked = completion(logprobs=2, echo=True, n=2)
-    assert asked.requests[0].output.prompt_logprobs == 2
-    for choice in whole(asked)["choices"]:
-        found = choice["logprobs"]
-        assert found["tokens"] == ["o", "p", *OF_OUTPUT["tokens"]]
-        assert found["token_logprobs"] == [None, -3.0, *OF_OUTPUT["token_logprobs"]]
-        assert found["top_logprobs"][:2] == [None, {"x": -1.0, "y": -2.0, "p": -3.0}]
-        assert found["text_offset"] == [0, 1, 2, 3, 3]
-        assert "prompt_logprobs" not in choice
-
-
-def test_echo_alone_has_none() -> None:
-    assert not completion(echo=True).requests[0].output.HasField("prompt_logprobs")
-    assert not completion(logprobs=1).requests[0].output.HasField("prompt_logprobs")
-
-
 def test_the_prompt_has_as_many_entries_as_the_output() -> None:
     asked = completion(logprobs=0, prompt_logprobs=2, echo=True)
     (choice,) = whole(asked)["choices"]
@@ -152,29 +117,3 @@ def test_a_chat() -> None:
     chunks = streamed(chat(logprobs=True, top_logprobs=2), answers.CHAT)
     entries = [entry for c in chunks for entry in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
     assert entries == choice["logprobs"]["content"]
-
-
-def test_prompt_logprobs() -> None:
-    expected = [
-        None,
-        {
-            "1": {"logprob": -1.0, "rank": 1, "decoded_token": "x"},
-            "2": {"logprob": -2.0, "rank": 2, "decoded_token": "y"},
-            "8": {"logprob": -3.0, "rank": 4, "decoded_token": "p"},
-        },
-    ]
-    (choice,) = whole(completion(prompt_logprobs=2))["choices"]
-    assert choice["prompt_logprobs"] == expected
-    assert whole(chat(prompt_logprobs=2), answers.CHAT)["prompt_logprobs"] == expected
-    with pytest.raises(InvalidRequestError, match="streams do not support it"):
-        completion(prompt_logprobs=2, stream=True)
-
-
-def test_the_fields_of_a_chat() -> None:
-    assert not chat().requests[0].output.HasField("logprobs")
-    assert not chat(logprobs=False, top_logprobs=0).requests[0].output.HasField("logprobs")
-    assert chat(logprobs=True).requests[0].output.logprobs == 0
-    assert chat(logprobs=True).requests[0].output.HasField("logprobs")
-    assert chat(logprobs=True, top_logprobs=3).requests[0].output.logprobs == 3
-    with pytest.raises(ServiceError, match="top_logprobs is 3, but logprobs is not true"):
-        chat(top_logprobs=3)

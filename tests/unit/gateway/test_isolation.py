@@ -17,9 +17,6 @@ from gateway_svc.flags import make_parser
 from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.redis_fields import RedisFields
 from gateway_svc.records.store import RecordStore
-from gateway_svc.request.plan import plan_generation
-from gateway_svc.request.prompts.reader import PromptInput
-from gateway_svc.schedulers.submitter import chain_of
 from tests.processes.redis_server import RedisServer
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, until
 from tests.unit.gateway.test_http import HttpGateway
@@ -109,20 +106,6 @@ async def test_requests_over_http_have_the_salt_of_their_tenant(
             async with asyncio.timeout(30.0):
                 await until(lambda: scheduler.submits)
     assert [submit.cache_salt for submit in scheduler.submits] == [tenant_salt("team-b", "")]
-
-
-async def test_prefixes_are_looked_up_under_the_salt_that_schedulers_get(
-    scheduler: FakeScheduler, gateway: TestGateway
-) -> None:
-    request, model = pb.GenerateRequest(prompt=PROMPT), gateway.directory.find("demo", "")
-    plans = [
-        plan_generation(
-            request, model, PromptInput(PROMPT["tokens"]["ids"]), request_id="r", drawn_seed=1, cache_salt=salt
-        )
-        for salt in ("", tenant_salt("team-a", ""), tenant_salt("team-b", ""))
-    ]
-    chains = [tuple(chain_of(plan)) for plan in plans]
-    assert len(set(chains)) == len(set().union(*chains)) / 2 == 3
 
 
 def test_salts_are_unambiguous() -> None:

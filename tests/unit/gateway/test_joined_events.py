@@ -86,22 +86,6 @@ async def test_accepted_comes_alone_while_there_is_no_output(gateway: TestGatewa
     call.cancel()
 
 
-async def test_output_that_is_there_already_comes_with_accepted(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    """The scheduler reports the request and its whole output in one message."""
-
-    def answer_at_once(submit: scheduler_pb2.Submit) -> None:
-        handle = [submit.handle]
-        deltas = scheduler_pb2.Deltas(
-            queued_handles=u32(handle), handles=u32(handle), offsets=u32([0]), token_ids=u32([8])
-        )
-        deltas.finished.add(handle=submit.handle, reason=types.FINISH_REASON_LENGTH)
-        scheduler.say(deltas=deltas)
-
-    scheduler._take_submit = answer_at_once  # type: ignore[method-assign]
-    assert [kinds(message) for message in await answer(gateway, joins=True)] == [["accepted", "chunk", "finished"]]
-    assert [kinds(message) for message in await answer(gateway, joins=False)] == [["accepted"], ["chunk"], ["finished"]]
-
-
 def test_a_message_ends_with_the_event_that_reaches_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     events = [pb.GenerateResponse(event_seq=i, chunk=pb.Chunk(token_ids=[1] * 50, offset=1)) for i in range(1, 6)]
     monkeypatch.setattr(stream, "JOINED_BYTES", 2 * events[0].ByteSize())

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import pytest
 
-from gateway_svc.callers.authenticator import ApiKeys, Authenticator
+from gateway_svc.callers.authenticator import Authenticator
 from gateway_svc.http.messages.bodies import messages_request
 from svc_common.errors import InvalidRequestError
 from tests.chat_templates import TEMPLATES
 from tests.unit.gateway.fakes import EOS, LENGTH, STOP, FakeScheduler, TestGateway
 from tests.unit.gateway.test_chat_streams import ANSWER, encode, serving
-from tests.unit.gateway.test_http import ERROR, HttpGateway
+from tests.unit.gateway.test_http import HttpGateway
 from tests.unit.gateway.test_http_chat import prompt_of
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -207,29 +206,6 @@ async def test_errors_have_the_form_of_anthropic() -> None:
     assert tool.value.body["error"]["param"] == "tools[1].input_schema"
 
 
-async def test_the_key_of_anthropics_clients_is_accepted(tmp_path: Path) -> None:
-    (tmp_path / "alice").write_text("sk-good-0123456789abcdef\n")
-    keys = Authenticator(ApiKeys(tmp_path))
-    async with client_of(keys, "sk-good-0123456789abcdef") as (client, _, scheduler):
-        scheduler.play(encode("x"))
-        assert (await client.messages.create(**ASKED)).content
-        with pytest.raises(anthropic.AuthenticationError) as wrong:
-            await client.with_options(api_key="other").messages.create(**ASKED)
-    assert isinstance(wrong.value.body, dict)
-    assert wrong.value.body["error"]["type"] == "authentication_error"
-
-
-async def test_an_error_in_a_stream_is_its_last_event() -> None:
-    async with client_of() as (client, _, scheduler):
-        scheduler.on_submit = lambda submit: scheduler.send(submit.handle, encode("Hello"))
-        async with client.messages.stream(**ASKED) as stream:
-            while (await anext(stream)).type != "content_block_delta":
-                pass
-            scheduler.finish(scheduler.submits[-1].handle, ERROR, offset=len(encode("Hello")))
-            with pytest.raises(anthropic.APIStatusError, match="api_error"):
-                await stream.get_final_message()
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -271,11 +247,6 @@ async def test_an_error_in_a_stream_is_its_last_event() -> None:
 def test_an_invalid_body_is_refused_by_name(change: Any, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         messages_request(json.dumps({**ASKED, **change}).encode())
-
-
-def test_a_message_may_be_empty() -> None:
-    found = messages_request(json.dumps({**ASKED, "messages": [{"role": "user", "content": []}]}).encode())
-    assert [message.role for message in found.request.prompt.chat.messages] == ["user"]
 
 
 def test_what_has_no_effect_is_listed() -> None:

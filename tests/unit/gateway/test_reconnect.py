@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import struct
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -20,7 +18,6 @@ from gateway_svc.text.bundle import ModelText
 from svc_common import calls as server_calls
 from svc_common.channels import MAX_MESSAGE_BYTES
 from tests.unit.gateway.fakes import (
-    ABORTED,
     EOS,
     LENGTH,
     STOP,
@@ -53,39 +50,6 @@ async def read_tokens(call: Any, count: int) -> list[pb.GenerateResponse]:
 
 def ids_of(events: list[pb.GenerateResponse]) -> list[int]:
     return [id_ for event in events for id_ in event.chunk.token_ids]
-
-
-async def test_a_request_resumes_after_the_scheduler_restarts(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    ids = encode_chars("Hello wörld 😀")
-    call = gateway.generate(sampling=types.SamplingParams(seed=5))
-    await call.read()
-    scheduler.send(scheduler.submits[0].handle, ids[:6])
-    events = await read_tokens(call, 6)
-    await scheduler.stop()
-    await until(lambda: not gateway.clients[0].is_connected)
-    scheduler.play(ids)
-    await scheduler.start()
-    events += await rest(call)
-    assert ids_of(events) == ids
-    assert "".join(event.chunk.text for event in events) == "Hello wörld 😀"
-    assert events[-1].finished.output_digest == digest_of(ids)
-    assert [event.event_seq for event in events] == list(range(1, len(events) + 1))
-    again = scheduler.submits[1]
-    assert [list(s.output_token_ids) for s in again.continuation.samples] == [ids[:6]]
-    assert (again.request_id, again.sampling.seed) == (scheduler.submits[0].request_id, 5)
-
-
-async def test_tokens_sent_again_after_a_broken_stream_are_delivered_once(
-    gateway: TestGateway, scheduler: FakeScheduler
-) -> None:
-    call = gateway.generate()
-    await call.read()
-    scheduler.send(scheduler.submits[0].handle, [10, 11])
-    events = await read_tokens(call, 2)
-    scheduler.on_submit = lambda submit: scheduler.finish(submit.handle, ids=[11, 12], offset=1)
-    scheduler.hang_up()
-    events += await rest(call)
-    assert ids_of(events) == [10, 11, 12]
 
 
 async def test_finished_samples_are_not_restarted(gateway: TestGateway, scheduler: FakeScheduler) -> None:
@@ -140,15 +104,6 @@ async def held(gateway: TestGateway, scheduler: FakeScheduler, num_calls: int) -
     calls = [gateway.generate() for _ in range(num_calls)]
     await until(lambda: gateway.dispatcher.num_open == num_calls)
     return calls
-
-
-async def test_new_requests_wait_while_the_scheduler_is_away(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    calls = await held(gateway, scheduler, 3)
-    scheduler.play([10, 11])
-    await scheduler.start()
-    assert [ids_of(await rest(call)) for call in calls] == [[10, 11]] * 3
-    assert not any(submit.takes_over for submit in scheduler.submits)
-    assert not gateway.dispatcher._held
 
 
 @pytest.mark.parametrize(("name", "limit"), [("MAX_HELD", 2), ("MAX_HELD_BYTES", 260)])
@@ -264,39 +219,6 @@ def test_a_continuation_goes_on_with_the_same_or_newer_weights(began: str, conti
     assert (model_part(began), model.continues(began)) == (began[:2], continues)
     other = replace(model, text=ModelText(None, templates_digest="t"))
     assert (other.revision, other.continues(model.revision)) == ("r1~t@3.w3", False)
-
-
-async def test_requests_wait_until_the_scheduler_has_its_model_again(
-    gateway: TestGateway, scheduler: FakeScheduler, bundle: bytes
-) -> None:
-    call = gateway.generate()
-    await call.read()
-    scheduler.info = None
-    scheduler.play([10])
-    scheduler.hang_up()
-    await until(lambda: scheduler.num_attached == 2 and gateway.clients[0].is_connected)
-    assert len(scheduler.submits) == 1
-    scheduler.info = make_info(bundle)
-    scheduler.welcome()
-    assert ids_of(await rest(call)) == [10]
-
-
-async def test_cancel_and_abort_while_the_scheduler_is_disconnected(
-    gateway: TestGateway, scheduler: FakeScheduler
-) -> None:
-    left, aborted = gateway.generate(), gateway.generate(request_id="a")
-    await left.read()
-    await aborted.read()
-    await scheduler.stop()
-    await until(lambda: not gateway.clients[0].is_connected)
-    left.cancel()
-    await gateway.stub.Abort(pb.AbortRequest(request_ids=["a"]))
-    assert [event.finished.reason for event in await rest(aborted)] == [ABORTED]
-    await until(lambda: gateway.num_open == 0)
-    assert not gateway.dispatcher.num_open
-    await scheduler.start()
-    await until(lambda: gateway.clients[0].is_ready)
-    assert len(scheduler.submits) == 2
 
 
 async def test_a_malformed_message_ends_the_attach_stream_only(gateway: TestGateway, scheduler: FakeScheduler) -> None:
@@ -444,34 +366,6 @@ async def test_text_and_offsets_continue_at_the_position_of_the_client(
     assert result.finished[0].usage.output_tokens == len(whole.ids())
 
 
-@pytest.mark.parametrize(
-    ("ids", "stop", "reason"),
-    [
-        ([10, 1], types.StopParams(), EOS),
-        ([10, 4], types.StopParams(stop_token_ids=[4]), STOP),
-        ([10, 11], types.StopParams(max_tokens=2), LENGTH),
-        (encode_chars("ab"), types.StopParams(stop=["b"]), STOP),
-    ],
-)
-async def test_a_complete_continuation_gets_only_finished(
-    gateway: TestGateway, scheduler: FakeScheduler, ids: list[int], stop: types.StopParams, reason: int
-) -> None:
-    result = await gateway.collect(sampling=SEEDED, stop=stop, continuation=continuation(ids))
-    finished = result.finished[0]
-    assert (finished.reason, finished.output_digest, finished.usage.output_tokens) == (reason, digest_of(ids), len(ids))
-    assert scheduler.submits == []
-
-
-async def test_finished_samples_of_a_continuation_get_no_events(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    scheduler.play([20, 21])
-    sampling = types.SamplingParams(seed=3, n=2)
-    result = await gateway.collect(sampling=sampling, continuation=continuation([10, 1], [20], finished=(0,)))
-    assert (sorted(result.finished), result.ids(0), result.ids(1)) == ([1], [], [21])
-    assert scheduler.submits[0].continuation.samples[0].finished
-    await until(lambda: not gateway.dispatcher.num_open)
-    assert scheduler.cancels == []
-
-
 @pytest.mark.parametrize("num_known", [0, 3, 5, 7])
 async def test_stop_strings_are_ignored_before_min_tokens(
     gateway: TestGateway, scheduler: FakeScheduler, num_known: int
@@ -500,13 +394,3 @@ async def test_a_continuation_with_tokens_after_its_stop_string_is_refused(
     error = await refused(gateway.generate(sampling=SEEDED, **request))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "'b'" in error.details()
-
-
-async def test_many_requests_share_one_stream(gateway: TestGateway, scheduler: FakeScheduler) -> None:
-    scheduler.on_submit = lambda submit: scheduler.finish(
-        submit.handle, ids=list(struct.unpack("<3I", submit.prompt_token_ids))
-    )
-    prompts = [pb.Prompt(tokens=types.TokenIds(ids=[i, i + 1, i + 2])) for i in range(40)]
-    results = await asyncio.gather(*(gateway.collect(prompt=prompt) for prompt in prompts))
-    assert [result.ids() for result in results] == [list(prompt.tokens.ids) for prompt in prompts]
-    assert scheduler.num_attached == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -47,11 +46,6 @@ def test_the_items_of_one_turn_are_one_message() -> None:
     ]
     assert messages[1].content == "Weather\nnow?"
     assert [(message.tool_call_id, message.content) for message in messages[3:5]] == [("c1", "sunny"), ("c2", "12:00")]
-
-
-def test_two_answers_in_a_row_are_two_messages() -> None:
-    both = [{"role": "assistant", "content": text} for text in ("a", "b")]
-    assert [message.content for message in messages_of(items_of(both))] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -132,32 +126,3 @@ async def test_functions_of_a_namespace_are_called_by_both_names() -> None:
             assert (status, answer["error"]["param"]) == (400, field)
         _, _, answer = await http.post(PATH, {"input": "x", "tools": [TOOLS[2]], "tool_choice": "required"})
         assert "is required, but tools.web_search is not served" in answer["error"]["message"]
-
-
-async def test_tool_choice_and_formats_reach_the_request() -> None:
-    async with serving() as (gateway, scheduler), HttpGateway(gateway) as http:
-        scheduler.play([*encode("Hello"), 1], EOS)
-        for choice in ("none", "auto", {"type": "function", "name": "clock"}):
-            status, _, answer = await http.post(PATH, {"input": "x", "tools": TOOLS, "tool_choice": choice})
-            assert (status, answer["tool_choice"]) == (200, choice)
-        none, auto, _ = (len(submit.prompt_token_ids) for submit in scheduler.submits)
-        assert none < auto
-        status, _, answer = await http.post(PATH, {"input": "x", "tool_choice": "sometimes"})
-        assert (status, answer["error"]["param"]) == (400, "tool_choice")
-        status, _, answer = await http.post(PATH, {"input": "x", "tools": TOOLS, "tool_choice": {"type": "f"}})
-        assert (status, answer["error"]["param"]) == (400, "tool_choice")
-        for form in ({"type": "json_schema", "name": "n", "schema": {"type": "object"}}, {"type": "json_object"}):
-            status, _, answer = await http.post(PATH, {"input": "x", "text": {"format": form}})
-            assert (status, answer["text"]["format"]) == (200, form)
-        for submit in scheduler.submits[-2:]:
-            assert json.loads(submit.sampling.json_schema) == {"type": "object"}
-
-
-def test_images_of_an_item_become_parts() -> None:
-    content = [
-        {"type": "input_text", "text": "look"},
-        {"type": "input_image", "image_url": "data:image/png;base64,cG5n"},
-    ]
-    (message,) = messages_of(items_of([{"role": "user", "content": content}]))
-    assert [part.WhichOneof("kind") for part in message.parts] == ["text", "image"]
-    assert message.parts[1].image == b"png"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,7 +12,7 @@ from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.redis_fields import RedisFields
 from gateway_svc.records.store import RecordStore
 from tests.processes.redis_server import RedisServer
-from tests.unit.gateway.fakes import ABORTED, EOS, LENGTH, FakeScheduler, TestGateway, until
+from tests.unit.gateway.fakes import EOS, LENGTH, FakeScheduler, TestGateway
 from tests.unit.gateway.test_chat_streams import serving
 from tests.unit.gateway.test_http import HttpGateway
 from tests.unit.gateway.test_http_chat import prompt_of
@@ -116,16 +115,6 @@ async def test_the_oldest_turns_of_a_long_conversation_are_left_out(instructions
         assert status == 200
 
 
-async def test_the_tokens_of_an_input_are_counted(http: HttpGateway, scheduler: FakeScheduler) -> None:
-    scheduler.play([*IDS, 1], EOS)
-    asked = {"input": "hello", "instructions": "Be brief."}
-    _, _, counted = await http.post(f"{PATH}/input_tokens", asked)
-    _, _, answer = await http.post(PATH, asked)
-    assert counted == {"object": "response.input_tokens", "input_tokens": answer["usage"]["input_tokens"]}
-    status, _, error = await http.post(f"{PATH}/input_tokens", {"input": "hello", "tools": [{"type": "function"}]})
-    assert (status, error["error"]["param"]) == (400, "tools[0].name")
-
-
 async def test_a_response_has_the_output_and_repeats_the_request(http: HttpGateway, scheduler: FakeScheduler) -> None:
     scheduler.play([*IDS, 1], EOS)
     asked = {
@@ -173,14 +162,6 @@ async def test_invalid_bodies_are_refused(http: HttpGateway, body: dict[str, Any
     assert words in answer["error"]["message"]
 
 
-async def test_without_redis_stored_responses_are_refused(http: HttpGateway) -> None:
-    for more in ({"store": True}, {"background": True}, {"previous_response_id": "resp_1"}):
-        status, _, answer = await http.post(PATH, {"input": "x", **more})
-        assert status == 400
-        assert "--redis" in answer["error"]["message"]
-    assert (await http.get(f"{PATH}/resp_1"))[0] == 400
-
-
 async def test_a_stored_response_can_be_read_in_every_way(stored: HttpGateway, scheduler: FakeScheduler) -> None:
     scheduler.play([*IDS, 1], EOS)
     events = await stream(stored, {"input": "hello"})
@@ -200,15 +181,6 @@ async def test_a_stored_response_can_be_read_in_every_way(stored: HttpGateway, s
         assert await reply.json() == {"id": response["id"], "object": "response", "deleted": True}
     status, _, error = await stored.get(path)
     assert (status, error["error"]["param"]) == (404, "response_id")
-
-
-async def test_store_false_keeps_nothing(
-    stored: HttpGateway, scheduler: FakeScheduler, redis_server: RedisServer
-) -> None:
-    scheduler.play(IDS)
-    _, _, answer = await stored.post(PATH, {"input": "hello", "store": False})
-    assert answer["store"] is False
-    assert redis_server.num_keys() == 0
 
 
 async def test_a_response_without_store_is_answered_while_redis_is_lost(
@@ -231,54 +203,6 @@ async def test_a_response_without_store_is_answered_while_redis_is_lost(
         redis_server.start()
 
 
-async def test_a_background_response_continues_when_its_client_leaves(
-    stored: HttpGateway, scheduler: FakeScheduler
-) -> None:
-    status, _, queued = await stored.post(PATH, {"input": "hello", "background": True})
-    assert (status, queued["status"], queued["output"]) == (200, "queued", [])
-    handle = scheduler.submits[0].handle
-    scheduler.send(handle, IDS[:5])
-    path = f"{PATH}/{queued['id']}"
-    await _until_status(stored, path, "in_progress")
-    scheduler.finish(handle, LENGTH, ids=IDS[5:], offset=5)
-    answer = await _until_status(stored, path, "incomplete")
-    assert answer["output"][0]["content"][0]["text"] == TEXT
-
-
-async def test_a_client_that_leaves_ends_its_response(stored: HttpGateway, scheduler: FakeScheduler) -> None:
-    async with stored.session.post(PATH, json={"input": "hello", "stream": True}) as reply:
-        await reply.content.readline()
-    await until(lambda: scheduler.cancels)
-
-
-async def test_a_response_whose_client_left_continues_when_it_is_read(
-    stored: HttpGateway, scheduler: FakeScheduler
-) -> None:
-    async with stored.session.post(PATH, json={"input": "hello", "stream": True}) as reply:
-        await reply.content.readline()
-        created = json.loads((await reply.content.readline()).removeprefix(b"data: "))
-        scheduler.send(scheduler.submits[0].handle, IDS[:4])
-        while b"output_text.delta" not in await reply.content.readline():
-            pass
-    await until(lambda: scheduler.cancels)
-    scheduler.play(IDS)
-    events = await replay(stored, created["response"]["id"], -1)
-    assert "".join(event.get("delta", "") for event in events) == TEXT
-    assert scheduler.submits[1].takes_over
-
-
-async def test_cancel_ends_a_response_once(stored: HttpGateway, scheduler: FakeScheduler) -> None:
-    _, _, queued = await stored.post(PATH, {"input": "hello", "background": True})
-    scheduler.send(scheduler.submits[0].handle, IDS[:5])
-    path = f"{PATH}/{queued['id']}"
-    status, _, answer = await stored.post(f"{path}/cancel")
-    assert (status, answer["status"]) == (200, "cancelled")
-    assert scheduler.cancels[0].reason == ABORTED
-    assert (await stored.post(f"{path}/cancel"))[2] == answer
-    assert (await stored.get(path))[2] == answer
-    assert (await replay(stored, queued["id"], -1))[-1]["response"] == answer
-
-
 async def test_a_failed_answer_ends_with_an_event(http: HttpGateway, scheduler: FakeScheduler) -> None:
     from quire.v1 import types_pb2 as types
 
@@ -296,10 +220,3 @@ NUMBERS = ("x", "-2", "%D9%A3", "+1", "1_0", "9" * 5000, "1&starting_after=2")
 @pytest.mark.parametrize("query", ["stream=maybe", *(f"stream=true&starting_after={number}" for number in NUMBERS)])
 async def test_wrong_queries_are_refused(stored: HttpGateway, query: str) -> None:
     assert (await stored.get(f"{PATH}/resp_1?{query}"))[0] == 400
-
-
-async def _until_status(http: HttpGateway, path: str, status: str) -> Any:
-    async with asyncio.timeout(30):
-        while (answer := (await http.get(path))[2])["status"] != status:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    return answer

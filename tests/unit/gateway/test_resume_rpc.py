@@ -14,7 +14,6 @@ from quire.v1 import session_pb2 as spb
 from quire.v1 import types_pb2 as types
 from quire_client import PromptEmbeddings
 
-from gateway_svc.callers.caller import Caller, current_caller, scoped
 from gateway_svc.pipeline import sessions
 from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.redis_fields import RedisFields
@@ -128,24 +127,6 @@ async def test_a_finished_answer_is_served_from_its_record(first: Recorded, seco
     assert second.scheduler.submits == []
 
 
-async def test_a_running_request_moves_to_the_gateway_that_resumes_it(first: Recorded, second: Recorded) -> None:
-    call = first.gateway.generate(request_id="r", resumable=True)
-    await until(lambda: first.scheduler.submits)
-    first.scheduler.send(first.scheduler.submits[0].handle, IDS[:5])
-    await stored(first.recorder, "r", 5)
-    second.scheduler.play(IDS)
-    again = await second.resumed("r", 2)
-    submit = second.scheduler.submits[0]
-    assert submit.takes_over
-    assert list(submit.continuation.samples[0].output_token_ids) == IDS[:5]
-    assert submit.prompt_token_ids == first.scheduler.submits[0].prompt_token_ids
-    assert submit.sampling == first.scheduler.submits[0].sampling
-    assert submit.stop == first.scheduler.submits[0].stop
-    assert (again.ids(), again.finished[0].output_digest) == (IDS[2:], digest_of(IDS))
-    again.check_offsets(start=2, text_start=again.chunks[0].text_offset)
-    call.cancel()
-
-
 async def test_the_record_of_a_request_has_its_prompt_embeddings(first: Recorded, second: Recorded) -> None:
     prompt = pb.Prompt(embeddings=PromptEmbeddings.of(np.ones((20, HIDDEN), np.float32)).data)
     call = first.gateway.generate(request_id="r", resumable=True, prompt=prompt)
@@ -236,40 +217,6 @@ async def test_an_aborted_request_stays_aborted(first: Recorded, second: Recorde
     assert (again.finished[0].reason, again.ids()) == (ABORTED, IDS[:3])
 
 
-async def test_each_sample_continues_at_its_own_position(first: Recorded, second: Recorded) -> None:
-    await finished_at(first, IDS, sampling=types.SamplingParams(n=3))
-    again = await second.resumed("r", 4, 0, len(IDS))
-    assert again.accepted.n == 3
-    assert [again.ids(i) for i in range(3)] == [IDS[4:], IDS, []]
-    assert sorted(again.finished) == [0, 1, 2]
-
-
-async def test_a_resumed_stream_has_token_ids_to_count(first: Recorded, second: Recorded) -> None:
-    whole = await finished_at(first, IDS, output=pb.OutputParams(token_ids=False))
-    assert not whole.ids()
-    again = await second.resumed("r", 3)
-    assert again.ids() == IDS[3:]
-
-
-async def test_the_first_gateway_resumes_its_own_request(first: Recorded) -> None:
-    call = first.gateway.generate(request_id="r", resumable=True)
-    await until(lambda: first.scheduler.submits)
-    first.scheduler.send(first.scheduler.submits[0].handle, IDS[:5])
-    await stored(first.recorder, "r", 5)
-    again = first.resume("r", 5)
-    await until(lambda: len(first.scheduler.submits) == 2)
-    assert (await refused(call)).code() is grpc.StatusCode.ABORTED
-    first.scheduler.finish(first.scheduler.submits[1].handle, ids=IDS[5:], offset=5)
-    assert Result(await rest(again)).ids() == IDS[5:]
-
-
-async def test_a_request_with_logprobs_is_computed_again_as_a_whole(first: Recorded) -> None:
-    recording = first.recorder.recording("r", [], [0], keeps_output=False)
-    recording.advance(0, 100, is_done=True)
-    assert not recording.update().columns
-    assert not recording.update().ends
-
-
 @pytest.mark.parametrize(
     ("request_id", "after", "code", "words"),
     [
@@ -289,13 +236,6 @@ async def test_invalid_positions_are_refused(
     error = await refused(call)
     assert error.code() is code
     assert words in (error.details() or "")
-
-
-async def test_a_gateway_without_records_refuses(gateway: TestGateway) -> None:
-    for call in (gateway.generate(resumable=True), gateway.stub.Resume(pb.ResumeRequest(request_id="r"))):
-        error = await refused(call)
-        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert "--redis" in (error.details() or "")
 
 
 async def test_an_answer_that_was_cut_off_is_continued_only_after_it_was_resumed(
@@ -338,23 +278,3 @@ async def test_a_resumable_request_is_refused_while_redis_does_not_answer(
         assert (await first.gateway.collect()).ids() == IDS
     finally:
         redis_server.start()
-
-
-async def test_a_running_answer_continues_while_redis_is_lost(first: Recorded, redis_server: RedisServer) -> None:
-    call = first.gateway.generate(request_id="r", resumable=True)
-    await until(lambda: first.scheduler.submits)
-    handle = first.scheduler.submits[0].handle
-    redis_server.stop()
-    try:
-        first.scheduler.finish(handle, ids=IDS)
-        assert Result(await rest(call)).ids() == IDS
-    finally:
-        redis_server.start()
-
-
-async def test_records_belong_to_the_owner_of_the_key(first: Recorded) -> None:
-    await finished_at(first, IDS)
-    assert await first.recorder.records.load(scoped("r")) is not None
-    token = current_caller.set(Caller("team-a"))
-    assert await first.recorder.records.load(scoped("r")) is None
-    current_caller.reset(token)

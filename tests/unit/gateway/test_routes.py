@@ -28,7 +28,6 @@ from svc_common.errors import ServiceError, UnavailableError
 from svc_common.redis.server import RedisServer as Server
 from tests.processes.redis_server import RedisServer
 from tests.unit.gateway.fakes import FakeScheduler, TestGateway, make_bundle, make_info, refused, until
-from tests.unit.gateway.test_http import HttpGateway
 from tests.unit.gateway.test_sessions import chat, tokens
 
 MODELS = ("one", "two", "three")
@@ -139,18 +138,6 @@ def test_turns_of_a_conversation_have_one_key() -> None:
     )
 
 
-async def test_requests_are_split_and_answers_name_route_and_target(split: Split) -> None:
-    await split.set("prod", one=1, two=1)
-    targets = [await split.target(prompt=tokens(i)) for i in range(5, 25)]
-    assert set(targets) == {"one", "two"}
-    assert targets == [await split.target(prompt=tokens(i)) for i in range(5, 25)]
-    assert split.counts() == {"one": 2 * targets.count("one"), "two": 2 * targets.count("two"), "three": 0}
-    times = split.gateway.streams.metrics.models
-    assert sum(times["one"].ends.values()) == 2 * targets.count("one")
-    assert "prod" not in times
-    assert (await split.gateway.collect(model="two")).accepted.target == ""
-
-
 async def test_a_target_whose_schedulers_are_away_is_skipped_and_none_left_is_an_error(split: Split) -> None:
     await split.set("prod", one=1, two=1)
     prompts = [tokens(i) for i in range(5, 25)]
@@ -167,15 +154,6 @@ async def test_a_target_whose_schedulers_are_away_is_skipped_and_none_left_is_an
         grpc.StatusCode.UNAVAILABLE,
         "no target of model 'prod' is served now (one, two); retry later",
     )
-
-
-async def test_a_route_takes_the_place_of_a_model(split: Split) -> None:
-    await split.set("one", two=1)
-    assert await split.target(model="one") == "two"
-    await split.set("one", one=1)
-    assert await split.target(model="one") == "one"
-    await split.set("one")
-    assert await split.target(model="one") == ""
 
 
 # -- what has begun ----------------------------------------------------------------------------------------------------
@@ -364,24 +342,3 @@ async def test_before_the_table_is_read_an_unknown_name_is_retried(split: Split)
     await split.gateway.directory.routes.close()
     assert (await refused(split.gateway.generate(model="prod"))).code() == grpc.StatusCode.UNAVAILABLE
     assert await split.target(model="one") == ""
-
-
-# -- other interfaces --------------------------------------------------------------------------------------------------
-
-
-async def test_http_lists_names_and_its_answers_have_them(split: Split) -> None:
-    await split.set("prod", one=1, two=0)
-    await split.set("three", three=1)
-    async with HttpGateway(split.gateway) as http:
-        body = {"model": "prod", "prompt": [5, 6], "max_tokens": 1}
-        _, headers, answer = await http.post("/v1/completions", body)
-        assert (answer["model"], headers["x-model-target"]) == ("prod", "one")
-        async with http.session.post("/v1/completions", json={**body, "stream": True}) as reply:
-            assert reply.headers["x-model-target"] == "one"
-        _, headers, _ = await http.post("/v1/completions", {**body, "model": "two"})
-        assert "x-model-target" not in headers
-        _, _, listed = await http.get("/v1/models")
-        assert [entry["id"] for entry in listed["data"]] == ["one", "prod", "three", "two"]
-        for name in ("prod", "three"):
-            status, _, entry = await http.get(f"/v1/models/{name}")
-            assert (status, entry["id"]) == (200, name)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,8 +26,6 @@ from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.store import RecordStore, StoredRecord, Update
 from svc_common.errors import UnavailableError
 from tests.unit.gateway.fakes import (
-    EOS,
-    STOP,
     FakeScheduler,
     Result,
     TestGateway,
@@ -47,7 +44,6 @@ TEMPLATE = (
 )
 FIRST_ID, NUM_IDS = 10, 200  # ids of output; none of them ends it
 PROMPT = [11, 12, 13]
-OWNERS: dict[str, str] = {}
 
 
 def encode(text: str) -> list[int]:
@@ -148,20 +144,6 @@ def chat(*messages: tuple[str, str], **settings: Any) -> pb.Prompt:
 # -- new input --------------------------------------------------------------------------------------------------------
 
 
-async def test_turns_with_token_ids_equal_those_with_the_whole_prompt(served: Served) -> None:
-    sampling = types.SamplingParams(seed=7, temperature=0.5, logit_bias={3: 1.0})
-    first = await served.ask(prompt=tokens(*PROMPT), sampling=sampling, request_id="turn-1")
-    second = await served.ask(served.second, session_id="turn-1", prompt=tokens(14, 15), request_id="turn-2")
-    assert served.schedulers[1].prompt == [*PROMPT, *first.ids(), 14, 15]
-    submit = served.schedulers[1].submits[-1]
-    assert (submit.sampling.seed, submit.sampling.temperature, submit.sampling.logit_bias[3]) == (7, 0.5, 1.0)
-    whole = await served.ask(prompt=tokens(*PROMPT, *first.ids(), 14, 15), sampling=sampling)
-    assert second.ids() == whole.ids()
-    third = await served.ask(session_id="turn-2", prompt=pb.Prompt(text="Hello"), stop=types.StopParams(max_tokens=3))
-    assert served.schedulers[0].prompt == [*PROMPT, *first.ids(), 14, 15, *second.ids(), *encode("Hello")]
-    assert len(third.ids()) == 3
-
-
 async def test_a_turn_has_its_own_values_for_the_fields_that_it_sets(served: Served) -> None:
     sampling = types.SamplingParams(seed=7, temperature=0.5, n=3, json_object=True, banned_token_ids=[9])
     stop = types.StopParams(max_tokens=4, stop=["END"])
@@ -176,32 +158,6 @@ async def test_a_turn_has_its_own_values_for_the_fields_that_it_sets(served: Ser
     assert (submit.sampling.regex, submit.sampling.json_object, submit.sampling.json_schema) == ("[a-z]*", False, "")
     assert list(submit.sampling.banned_token_ids) == [9]
     assert submit.stop.max_tokens > 4, "max_tokens belong to a turn"
-
-
-async def test_the_sample_of_a_session_is_chosen(served: Served) -> None:
-    first = await served.ask(prompt=tokens(*PROMPT), sampling=types.SamplingParams(n=2, seed=1), request_id="a")
-    await served.ask(session_id="a", session_sample=1, prompt=tokens(5))
-    assert served.schedulers[0].prompt == [*PROMPT, *first.ids(1), 5]
-    error = await refused(served.first.generate(session_id="a", session_sample=2, prompt=tokens(5)))
-    assert "session_sample is 2; must be from 0 to 1" in str(error.details())
-
-
-async def test_turns_of_a_chat_have_the_messages_and_answers_before(served: Served) -> None:
-    scheduler = served.schedulers[0]
-    answers = iter([encode("Hi END"), encode("Fine")])
-    scheduler.on_submit = lambda submit: scheduler.finish(submit.handle, EOS, ids=[*next(answers), 1])
-    stop = types.StopParams(stop=["END"])
-    await served.ask(prompt=chat(("system", "Be kind."), ("user", "Hello")), stop=stop, request_id="a")
-    await served.ask(session_id="a", prompt=chat(("user", "How are you?")), request_id="b")
-    rendered = "<system>Be kind.<user>Hello<assistant>Hi <user>How are you?<assistant>"
-    assert TOKENIZER.decode(scheduler.prompt) == rendered
-    answers = iter([encode("ok")])
-    await served.ask(session_id="b", prompt=chat(("user", "Good")))
-    assert TOKENIZER.decode(scheduler.prompt) == rendered + "Fine<user>Good<assistant>"
-    answers = iter([encode("ok")])
-    await served.ask(session_id="b", prompt=pb.Prompt(text="raw"))
-    assert TOKENIZER.decode(scheduler.prompt, skip_special_tokens=False).startswith(rendered + "Fine")
-    assert scheduler.prompt[-len(encode("raw")) :] == encode("raw")
 
 
 async def test_tools_and_calls_of_a_chat_are_those_of_its_session() -> None:
@@ -229,32 +185,6 @@ async def test_tools_and_calls_of_a_chat_are_those_of_its_session() -> None:
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_forks_and_rewinds_continue_as_if_nothing_had_happened(served: Served, seed: int) -> None:
-    rng = random.Random(seed)
-    n, most = rng.randint(1, 3), rng.randint(5, 30)
-    sampling = types.SamplingParams(seed=seed, n=n, temperature=1.0)
-    options: dict[str, Any] = {"prompt": tokens(*PROMPT), "sampling": sampling}
-    whole = await served.ask(**options, stop=types.StopParams(max_tokens=most), request_id="a")
-    ids = [whole.ids(sample) for sample in range(n)]
-    for _ in range(6):
-        offset = rng.randint(0, most)
-        response = await served.sessions.Rewind(spb.RewindRequest(session_id="a", num_tokens=offset))
-        session = response.session
-        assert (session.base_id, session.prompt_tokens, session.model) == ("a", len(PROMPT), "demo")
-        assert [(s.num_tokens, s.is_finished) for s in session.samples] == [(offset, offset == most)] * n
-        forks = await served.sessions.Fork(spb.ForkRequest(session_id=session.session_id, n=2))
-        one = rng.choice([session, *forks.sessions])
-        after = [rng.randint(0, offset) for _ in range(n)]
-        again = await served.resumed(one.session_id, *after)
-        assert [again.ids(sample) for sample in range(n)] == [ids[i][after[i] :] for i in range(n)]
-        assert [again.finished[i].output_digest for i in range(n)] == [
-            whole.finished[i].output_digest for i in range(n)
-        ]
-        assert again.accepted.seed == seed
-    assert (await served.resumed("a")).ids() == ids[0], "a value does not change"
 
 
 async def test_a_checkpoint_keeps_what_a_running_request_has(served: Served) -> None:
@@ -335,24 +265,6 @@ async def test_an_end_that_could_not_be_written_is_written_later(
     is_down = False
     await served.ask(session_id="a", prompt=tokens(9))
     assert served.schedulers[0].prompt == [*PROMPT, *first.ids(), 9]
-
-
-async def test_sessions_are_listed_and_a_turn_takes_the_place_of_the_one_before(served: Served) -> None:
-    async def listed() -> list[str]:
-        response = await served.sessions.ListSessions(spb.ListSessionsRequest())
-        return [session.session_id for session in response.sessions]
-
-    await served.ask(request_id="a")
-    assert await listed() == [], "a request without a session is none"
-    fork = (await served.sessions.Fork(spb.ForkRequest(session_id="a", n=3))).sessions
-    ids = [session.session_id for session in fork]
-    assert await listed() == ids[::-1]
-    await served.ask(session_id=ids[0], prompt=tokens(5), request_id="b")
-    assert await listed() == ["b", *ids[:0:-1]]
-    await served.sessions.DeleteSession(spb.DeleteSessionRequest(session_id=ids[1]))
-    assert await listed() == ["b", ids[2]]
-    again = await served.resumed("b", 0)
-    assert len(again.ids()) == 8, "what continues a session does not need it"
 
 
 async def test_pins_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,14 +396,6 @@ async def until_finished(served: Served, request_id: str) -> None:
         pass
 
 
-async def test_an_answer_that_a_stop_token_ended_is_continued_with_it(served: Served) -> None:
-    scheduler = served.schedulers[0]
-    scheduler.on_submit = lambda submit: scheduler.finish(submit.handle, STOP, ids=[20, 21, 77], stop_token_id=77)
-    await served.ask(request_id="a", prompt=tokens(*PROMPT), stop=types.StopParams(stop_token_ids=[77]))
-    await served.ask(session_id="a", prompt=tokens(30))
-    assert scheduler.prompt == [*PROMPT, 20, 21, 77, 30]
-
-
 async def test_output_that_does_not_fit_in_the_record_is_not_left_out(served: Served) -> None:
     content = record_pb2.RequestRecord(
         request=pb.GenerateRequest(model="demo", prompt=tokens(5)), prompt_token_ids=b"\5\0\0\0"
@@ -506,11 +410,3 @@ async def test_output_that_does_not_fit_in_the_record_is_not_left_out(served: Se
     back = await served.sessions.Rewind(spb.RewindRequest(session_id="a", num_tokens=2))
     await served.ask(session_id=back.session.session_id, prompt=tokens(9))
     assert served.schedulers[0].prompt == [5, 6, 6, 9]
-
-
-async def test_without_records_the_calls_say_so(gateway: TestGateway) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match="keeps no request records") as caught:
-        await gateway.sessions.GetSession(spb.GetSessionRequest(session_id="a"))
-    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    error = await refused(gateway.generate(session_id="a", prompt=tokens(5)))
-    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION

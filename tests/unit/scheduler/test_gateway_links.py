@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import grpc
@@ -20,10 +19,6 @@ from svc_common.errors import OverloadedError
 from tests.unit.scheduler.conftest import MakeStack
 from tests.unit.scheduler.fakes import settle, until
 from tests.unit.scheduler.toy_worker import expected_tokens, make_submit
-
-
-def column(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.uint32)
 
 
 def deltas(offset: int, count: int = 1) -> Deltas:
@@ -45,16 +40,6 @@ async def test_outbox_merges_unread_deltas() -> None:
     assert messages[0].welcome.ready_workers == 2
     assert np.frombuffer(messages[2].deltas.offsets, dtype="<u4").tolist() == list(range(50))
     assert messages[2].deltas.sample_indices == b""
-
-
-async def test_outbox_wakes_its_reader() -> None:
-    outbox = Outbox("g")
-    messages = outbox.messages()
-    for offset in range(3):
-        reader = asyncio.ensure_future(anext(messages))
-        await settle()
-        outbox.deliver(deltas(offset))
-        assert len((await reader).deltas.offsets) == 4
 
 
 def offsets_of(message: scheduler_pb2.AttachResponse) -> list[int]:
@@ -230,56 +215,6 @@ async def test_a_slow_gateway_gets_fewer_larger_messages(make_stack: MakeStack) 
     assert worker.steps >= 100
 
 
-async def test_a_lost_gateway_frees_its_rows_and_blocks(make_stack: MakeStack) -> None:
-    stack = await make_stack()
-    worker = await stack.worker()
-    gone, stays = await stack.gateway(), await stack.gateway()
-    await until(lambda: stays.welcomes and stays.welcomes[-1].ready_workers)
-    worker.gate.clear()
-    for handle in range(4):
-        await gone.submit(handle, [handle + 1] * 9, max_tokens=200)
-    await stays.submit(1, [7, 8], max_tokens=20, request_id="stays")
-    await until(lambda: len(gone.replies) == 4 and stays.replies)
-    await gone.close()
-    worker.gate.set()
-    await until(lambda: (1, 0) in stays.finished)
-    assert stays.tokens[1, 0] == expected_tokens([7, 8], 20)
-    await until(lambda: not stack.parts.step_loop.has_work)
-    stats = stack.parts.step_loop.core.stats()
-    assert stats.workers[0].blocks_used == 0
-
-
-async def test_a_cancelled_request_ends_within_a_step(make_stack: MakeStack) -> None:
-    stack = await make_stack()
-    await stack.worker()
-    gateway = await stack.gateway()
-    await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers)
-    await gateway.submit(1, [1, 2, 3], max_tokens=250 - 3)
-    await gateway.submit(2, [1, 2, 4], max_tokens=100, n=2)
-    await until(lambda: gateway.tokens)
-    await gateway.cancel(1)
-    await gateway.cancel(2, 1)
-    await until(lambda: len(gateway.finished) == 3)
-    assert gateway.finished[1, 0].reason == types_pb2.FINISH_REASON_ABORTED
-    assert gateway.finished[2, 1].reason == types_pb2.FINISH_REASON_ABORTED
-    assert gateway.tokens[2, 0] == expected_tokens([1, 2, 4], 100)
-
-
-async def test_continues_where_another_scheduler_stopped(make_stack: MakeStack) -> None:
-    stack = await make_stack()
-    await stack.worker()
-    gateway = await stack.gateway()
-    await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers)
-    want = [expected_tokens([1, 2, 3], 20, i) for i in range(2)]
-    states = [types_pb2.SampleState(index=i, output_token_ids=want[i][: 5 + i]) for i in range(2)]
-    gateway.tokens = {(1, i): want[i][: 5 + i] for i in range(2)}
-    continuation = types_pb2.Continuation(samples=states)
-    await gateway.submit(1, [1, 2, 3], max_tokens=20, n=2, continuation=continuation)
-    await until(lambda: len(gateway.finished) == 2)
-    assert [gateway.tokens[1, i] for i in range(2)] == want
-    assert gateway.finished[1, 1].usage.output_tokens == 20
-
-
 async def test_invalid_submits_are_refused_without_ending_the_stream(make_stack: MakeStack) -> None:
     stack = await make_stack()
     worker = await stack.worker()
@@ -376,14 +311,6 @@ async def test_an_undecodable_message_ends_the_stream_without_a_traceback(
     assert "Traceback" not in caplog.text
 
 
-async def test_half_closing_ends_the_stream(make_stack: MakeStack) -> None:
-    stack = await make_stack()
-    gateway = await stack.gateway()
-    await until(lambda: gateway.welcomes)
-    await gateway.call.done_writing()
-    assert await asyncio.wait_for(gateway.call.code(), 60) is grpc.StatusCode.OK
-
-
 async def test_heartbeats_contain_the_load(make_stack: MakeStack) -> None:
     stack = await make_stack("--gateway-heartbeat-s", "0.05")
     worker, gateway = await stack.worker(), await stack.gateway()
@@ -405,34 +332,6 @@ async def test_heartbeats_contain_the_load(make_stack: MakeStack) -> None:
     assert gateway.error is None  # it never sent a heartbeat, so none is expected
 
 
-async def test_a_gateway_whose_heartbeats_end_is_cut_off(make_stack: MakeStack) -> None:
-    stack = await make_stack("--gateway-heartbeat-s", "0.02")
-    worker = await stack.worker()
-    frozen, alive = await stack.gateway(), await stack.gateway()
-    await until(lambda: alive.welcomes and alive.welcomes[-1].ready_workers)
-    worker.gate.clear()
-    await frozen.submit(1, [1, 2, 3], max_tokens=200)
-    await frozen.heartbeat()
-    await alive.heartbeat()
-    await until(lambda: frozen.replies)
-
-    async def beat() -> None:
-        while True:
-            await alive.heartbeat()
-            await asyncio.sleep(0.05)
-
-    async with asyncio.timeout(60):
-        beating = asyncio.create_task(beat())
-        await until(lambda: frozen.error is not None)
-        beating.cancel()
-    assert frozen.error is not None
-    assert frozen.error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "no heartbeat" in (frozen.error.details() or "")
-    assert alive.error is None
-    worker.gate.set()
-    await until(lambda: not stack.parts.step_loop.has_work)
-
-
 async def test_a_frozen_gateway_frees_its_rows_even_if_its_stream_is_stuck(make_stack: MakeStack) -> None:
     stack = await make_stack("--gateway-heartbeat-s", "0.02")
     await stack.worker()
@@ -445,38 +344,3 @@ async def test_a_frozen_gateway_frees_its_rows_even_if_its_stream_is_stuck(make_
     await until(lambda: stack.parts.step_loop.has_work)
     await until(lambda: not stack.parts.step_loop._gateways)
     await until(lambda: not stack.parts.step_loop.has_work)
-
-
-async def test_a_stopped_scheduler_does_not_blame_its_gateways(make_stack: MakeStack) -> None:
-    stack = await make_stack("--gateway-heartbeat-s", "0.02")
-    gateway = await stack.gateway()
-    await gateway.heartbeat()
-    await until(lambda: gateway.heartbeats)
-    time.sleep(1.0)  # noqa: ASYNC251 - as if the process had been suspended
-    for _ in range(4):
-        await gateway.heartbeat()
-        await asyncio.sleep(0.1)
-    assert gateway.error is None
-
-
-async def test_no_heartbeats_when_they_are_off(make_stack: MakeStack) -> None:
-    stack = await make_stack("--gateway-heartbeat-s", "0")
-    gateway = await stack.gateway()
-    await gateway.heartbeat()
-    await until(lambda: gateway.welcomes)
-    assert gateway.welcomes[0].heartbeat_interval_s == 0
-    await asyncio.sleep(0.1)
-    assert not gateway.heartbeats
-
-
-async def test_a_stopping_scheduler_announces_no_ready_workers(make_stack: MakeStack) -> None:
-    stack = await make_stack()
-    await stack.worker()
-    gateway = await stack.gateway()
-    await until(lambda: gateway.welcomes and gateway.welcomes[-1].ready_workers)
-    stack.parts.gateways.announce_stop()
-    await until(lambda: gateway.welcomes[-1].ready_workers == 0)
-    await stack.worker("w1", epoch=12)
-    await until(lambda: stack.parts.pool.num_ready == 2)
-    assert gateway.welcomes[-1].ready_workers == 0
-    assert gateway.welcomes[-1].info.model == "toy"

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-from quire.internal.v1 import scheduler_pb2
-
-from scheduler_svc.core.stats import Load
-from scheduler_svc.core.steps.costs import Cost
 from scheduler_svc.history import (
     JOIN_S,
     MAX_EVENTS,
-    MAX_SAMPLES,
-    MAX_TENANTS,
     MAX_TEXT,
-    SAMPLE_S,
     Events,
-    LoadSamples,
     RequestTimelines,
-    add_totals,
     history_to_proto,
 )
 from tests.builders import make_group
@@ -49,24 +39,6 @@ def test_equal_counts_within_a_short_time_are_one_event() -> None:
     message = history_to_proto(events, RequestTimelines().ended, lambda at: at + 1000.0)
     first = message.events[0]
     assert (first.at, first.count) == (1000.0, 5)
-
-
-def test_the_tenants_that_used_the_most_are_listed() -> None:
-    message = scheduler_pb2.GetHistoryResponse()
-    tenants = {f"t{i}": Cost(processor_us=i * 1e6, block_s=1.0) for i in range(2 * MAX_TENANTS)}
-    add_totals(message, {"UNAVAILABLE": 3}, tenants)
-    assert (dict(message.refused), len(message.tenants)) == ({"UNAVAILABLE": 3}, MAX_TENANTS)
-    assert (message.tenants[0].tenant_id, message.tenants[0].processor_s) == ("t99", 99.0)
-
-
-def test_samples_of_an_hour_are_kept() -> None:
-    samples = LoadSamples()
-    for i in range(MAX_SAMPLES + 5):
-        samples.add(SAMPLE_S * i, Load(num_running=i, num_waiting=2), (100 * i, i, 0))
-    values = np.frombuffer(samples.to_bytes(SAMPLE_S * (MAX_SAMPLES + 5)), np.float32).reshape(-1, 6)
-    assert values.shape == (MAX_SAMPLES, 6)
-    assert values[0].tolist() == [3600.0, 5.0, 2.0, 100.0, 1.0, 0.0], "changes of counters, not their values"
-    assert values[-1].tolist() == [10.0, MAX_SAMPLES + 4, 2.0, 100.0, 1.0, 0.0]
 
 
 async def test_events_of_workers_and_requests() -> None:

@@ -95,22 +95,6 @@ def test_a_sequence_that_ends_while_it_waits_for_a_worker(tracer: Tracer, export
     assert {name for name, span in spans.items() if not span.status.is_ok} == {"move", "prefill", "schedule"}
 
 
-def test_a_sequence_that_never_got_a_row(tracer: Tracer, exporter: InMemorySpanExporter) -> None:
-    timelines, group = RequestTimelines(tracer), traced_group()
-    timelines.begin(group, 0.0)
-    timelines.record_ends(ended(group, FinishReason.ABORTED, 0), lambda *_: None, 4.0)
-    assert {name: seconds(span) for name, span in spans_of(exporter).items()} == {"queue": 4.0, "schedule": 4.0}
-
-
-def test_a_refused_request(tracer: Tracer, exporter: InMemorySpanExporter) -> None:
-    timelines, group = RequestTimelines(tracer), traced_group()
-    timelines.begin(group, 0.0)
-    timelines.refuse(group, "RESOURCE_EXHAUSTED", 0.1)
-    (span,) = exporter.get_finished_spans()
-    assert (span.name, (span.attributes or {})["error.type"]) == ("schedule", "RESOURCE_EXHAUSTED")
-    assert not timelines.num_open
-
-
 def test_a_request_that_is_not_sampled_has_stages_and_no_spans(tracer: Tracer, exporter: InMemorySpanExporter) -> None:
     timelines, group = RequestTimelines(tracer), traced_group()
     group.traceparent = ""

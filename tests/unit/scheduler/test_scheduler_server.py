@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -135,20 +134,6 @@ def test_a_malformed_redis_url_is_shown_without_its_password(url: str) -> None:
     assert "s3cret" not in str(caught.value)
 
 
-async def test_a_port_in_use_is_named() -> None:
-    async with scheduler_process() as (_, address):
-        code, text = await run_command("--listen", address)
-        assert code == 2
-        assert address in text
-
-
-async def test_help_shows_every_default() -> None:
-    code, text = await run_command("--help")
-    assert code == 0
-    for flag in ("--redis", "--max-waiting", "--heartbeat-timeout-s", "--drain-timeout-s", "QUIRE_MAX_WAITING"):
-        assert flag in text
-
-
 async def test_a_bug_in_the_step_loop_ends_the_process_with_a_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,8 +147,3 @@ async def test_a_bug_in_the_step_loop_ends_the_process_with_a_log(
     parts.step_loop._post(broken)
     assert await asyncio.wait_for(SchedulerProcess(args, parts, trust).run(), 10) == 1
     assert "planted" in caplog.text
-
-
-def test_environment_sets_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, "QUIRE_MAX_WAITING", "7")
-    assert parse(make_parser(), []).max_waiting == 7

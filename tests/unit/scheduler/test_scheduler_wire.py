@@ -45,19 +45,6 @@ def test_equal_parameters_are_checked_once_and_keep_their_own_seeds() -> None:
     assert [group.options.sampling.seed for group in groups] == [first.sampling.seed, 77, other.sampling.seed]
 
 
-def test_kept_parameters_do_not_hide_an_invalid_request() -> None:
-    reader = SubmitReader(info())
-    reader.group(make_submit(1, [1, 2], max_tokens=9), owner=0)
-    unseeded, invalid = (make_submit(handle, [1, 2], max_tokens=9) for handle in range(2))
-    unseeded.sampling.ClearField("seed")
-    invalid.sampling.n = 1000
-    for submit, field in ((unseeded, "sampling.seed"), (invalid, "sampling.n")):
-        for _ in range(2):
-            with pytest.raises(InvalidRequestError) as caught:
-                reader.group(submit, owner=0)
-            assert caught.value.field == field
-
-
 def test_the_number_of_kept_parameters_is_limited() -> None:
     reader = SubmitReader(info())
     for top_k in range(MAX_KEPT + 50):
@@ -65,72 +52,6 @@ def test_the_number_of_kept_parameters_is_limited() -> None:
         submit.sampling.top_k = top_k
         reader.group(submit, owner=0)
         assert len(reader._kept) <= MAX_KEPT
-
-
-def test_steady_decode_is_columns_only() -> None:
-    batch = StepBatch(
-        5,
-        column(0, 2),
-        column(1, 1),
-        column(9, 4),
-        np.array([True, True]),
-        slot_mapping=column(17, 2**32 - 1),
-        worker_id="w0",
-    )
-    message = worker_wire.step_batch_to_proto(batch, FENCE)
-    assert (message.step_id, message.fence) == (5, FENCE)
-    assert message.query_lens == message.sample_mask == b""
-    assert message.rows == b"\0\0\0\0\2\0\0\0"
-    assert message.slot_mapping == b"\x11\0\0\0\xff\xff\xff\xff"
-    assert not message.opens
-
-
-def test_a_step_with_all_fields_keeps_all_fields() -> None:
-    group = make_group(3, options=worker_pb2.RowOpen(sampling={"seed": 9}))
-    opened = [
-        RowAssignment(1, group, 0, column(1, 2, 3), 3, column(7), 0),
-        RowAssignment(2, group, 1, column(), 3, column(7), 3, fork_of_row=1),
-    ]
-    batch = StepBatch(
-        1,
-        rows=column(1),
-        query_lens=column(3),
-        context_lens=column(0),
-        sample_mask=np.array([False]),
-        slot_mapping=column(28, 29, 30),
-        fork_rows=column(2),
-        fork_parents=column(1),
-        close_rows=column(0),
-        opens=opened,
-        table_rows=column(1),
-        table_indices=column(1),
-        table_blocks=column(8),
-        copy_src=column(7),
-        copy_dst=column(9),
-        commit_blocks=column(4, 5),
-        commit_digests=[b"a" * 16, b"b" * 16],
-        worker_id="w0",
-    )
-    message = worker_wire.step_batch_to_proto(batch, FENCE)
-    assert message.sample_mask == b"\0"
-    assert message.commit_hashes == b"a" * 16 + b"b" * 16
-    first, second = message.opens
-    assert (first.prompt_len, first.sampling.seed, first.HasField("fork_of_row")) == (3, 9, False)
-    assert (second.fork_of_row, second.sample_index, second.token_ids) == (1, 1, b"")
-    for name in ("close_rows", "table_rows", "table_indices", "table_blocks", "copy_src", "copy_dst", "fork_rows"):
-        assert columns.u32_from_bytes(getattr(message, name), name).tolist() == getattr(batch, name).tolist()
-
-
-def test_reads_an_answer() -> None:
-    errors = [
-        worker_pb2.RowError(row=3, code=worker_pb2.ROW_ERROR_CODE_NAN, message="logits hold NaN"),
-        worker_pb2.RowError(row=4, code=99),  # type: ignore[arg-type]
-    ]
-    rows, tokens = columns.u32_to_bytes(column(1, 2)), columns.u32_to_bytes(column(7, 8))
-    message = worker_pb2.StepOutput(step_id=2, worker_epoch=4, rows=rows, token_ids=tokens, errors=errors)
-    output = worker_wire.step_output_from_proto(message, worker_id="w0", worker_epoch=4, step_id=2, vocab_size=9)
-    assert (output.rows.tolist(), output.token_ids.tolist()) == ([1, 2], [7, 8])
-    assert [failure.message for failure in output.errors] == ["nan: logits hold NaN", "internal: code 99"]
 
 
 def test_a_row_whose_token_is_outside_the_vocabulary_has_failed() -> None:
@@ -293,23 +214,6 @@ def test_refuses_more_beams_than_rows() -> None:
 def finished(owner: int, handle: int, **fields: object) -> Finished:
     group = make_group(4, owner=owner, handle=handle)
     return Finished(group, 0, FinishReason.STOP, 3, 2, 1, 5, **fields)  # type: ignore[arg-type]
-
-
-def test_deltas_of_one_gateway_are_not_copied() -> None:
-    deltas = Deltas(column(1, 1), column(5, 6), column(0, 0), column(3, 4), column(7, 8), [finished(1, 5)])
-    assert split_deltas(deltas) == {1: deltas}
-    message = wire.deltas_to_proto([deltas])
-    assert message.sample_indices == b""
-    [end] = message.finished
-    assert (end.handle, end.reason, end.preemptions) == (5, types_pb2.FINISH_REASON_STOP, 5)
-    usage = end.usage
-    assert (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens, usage.recomputed_tokens) == (4, 2, 3, 1)
-    assert not end.HasField("stop_token_id")
-    assert (
-        wire.deltas_to_proto([Deltas(*[column()] * 5, [finished(1, 5, stop_token_id=0)])])
-        .finished[0]
-        .HasField("stop_token_id")
-    )
 
 
 def test_deltas_are_split_by_owner_and_merged_in_order() -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import numpy as np
 import pytest
 
-from prefix_index.index import Holder, PrefixChanges
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.refusals import RetryAdvice
-from scheduler_svc.step_loop import ModelFacts, StepLoop
+from scheduler_svc.step_loop import StepLoop
 from step_protocol.messages import StepOutput
 from svc_common.errors import AlreadyExistsError, InvalidRequestError, OverloadedError, UnavailableError
 from tests.builders import make_group
 from tests.unit.core.calls import count_calls
-from tests.unit.scheduler.fakes import FakeGateway, FakeIndex, FakeWorker, running_loop, settle, until
+from tests.unit.scheduler.fakes import FakeGateway, FakeWorker, running_loop, settle, until
 
 
 def submit(loop: StepLoop, owner: int, handle: int, **fields: object) -> None:
@@ -37,73 +32,6 @@ async def test_refuses_requests_until_a_worker_joins() -> None:
         assert not loop.has_work
 
 
-async def test_serves_a_request_to_its_end() -> None:
-    async with running_loop() as loop:
-        gateway, worker = FakeGateway(), FakeWorker(loop)
-        worker.join()
-        submit(loop, loop.attach(gateway), 1, max_tokens=3)
-        await worker.answer_all(token=5)
-        assert gateway.replies == [(1, None)]
-        assert gateway.tokens(1) == [5, 5, 5]
-        assert gateway.reasons() == {(1, 0): "length"}
-        assert not loop.has_work
-
-
-async def test_the_models_eos_ids_come_with_the_first_worker() -> None:
-    async with running_loop() as loop:
-        gateway, worker = FakeGateway(), FakeWorker(loop)
-        worker.join(ModelFacts(eos_token_ids=frozenset({9})))
-        submit(loop, loop.attach(gateway), 1)
-        await worker.answer_all(token=9)
-        assert gateway.reasons() == {(1, 0): "eos"}
-
-
-async def test_requests_that_arrive_together_share_a_step() -> None:
-    async with running_loop() as loop:
-        gateway, worker = FakeGateway(), FakeWorker(loop)
-        worker.join()
-        owner = loop.attach(gateway)
-        for handle in range(5):
-            submit(loop, owner, handle, prompt=[handle + 1] * 6)
-        await settle()
-        assert [len(batch.rows) for batch in worker.sent] == [5]
-
-
-async def test_each_gateway_gets_one_message_per_step_with_its_own_requests() -> None:
-    async with running_loop() as loop:
-        gateways, worker = [FakeGateway(), FakeGateway()], FakeWorker(loop)
-        worker.join()
-        for gateway in gateways:
-            owner = loop.attach(gateway)
-            for handle in (1, 2):
-                submit(loop, owner, handle, prompt=[owner + 1, handle], max_tokens=2)
-        await worker.answer_all()
-        for gateway in gateways:
-            assert len(gateway.delivered) == 2
-            assert gateway.tokens(1) == gateway.tokens(2) == [7, 7]
-            assert len(gateway.reasons()) == 2
-
-
-async def test_cancels_a_request_and_a_sample() -> None:
-    async with running_loop() as loop:
-        gateway, worker = FakeGateway(), FakeWorker(loop)
-        worker.join()
-        owner = loop.attach(gateway)
-        submit(loop, owner, 1, n=2, max_tokens=50)
-        submit(loop, owner, 2, max_tokens=50)
-        await settle()
-        worker.answer()
-        await settle()
-        loop.cancel(owner, 1, 1, FinishReason.STOP)
-        loop.cancel(owner, 2, None, FinishReason.ABORTED)
-        loop.cancel(owner, 3, None, FinishReason.ABORTED)
-        await settle()
-        assert gateway.reasons() == {(1, 1): "stop", (2, 0): "aborted"}
-        loop.cancel(owner, 1, 0, FinishReason.STOP)
-        await worker.answer_all()
-        assert not loop.has_work
-
-
 async def test_aborts_by_request_id_for_any_gateway() -> None:
     async with running_loop() as loop:
         one, other, worker = FakeGateway(), FakeGateway(), FakeWorker(loop)
@@ -117,23 +45,6 @@ async def test_aborts_by_request_id_for_any_gateway() -> None:
         assert await loop.abort(["of-one", "of-other"]) == ["of-one"]
         await worker.answer_all()
         assert not loop.has_work
-
-
-async def test_a_gateways_requests_end_when_it_leaves() -> None:
-    async with running_loop() as loop:
-        stays, leaves, worker = FakeGateway(), FakeGateway(), FakeWorker(loop)
-        worker.join()
-        owner = loop.attach(leaves)
-        submit(loop, owner, 1, max_tokens=50)
-        submit(loop, loop.attach(stays), 1, max_tokens=3)
-        await settle()
-        loop.detach(owner)
-        await worker.answer_all()
-        assert leaves.delivered == []
-        assert stays.tokens(1) == [7, 7, 7]
-        assert not loop.has_work
-        stats = loop.core.stats()
-        assert stats.workers[0].rows_used == stats.workers[0].blocks_used == 0
 
 
 async def test_refusals_name_their_reason_and_affect_no_other_request() -> None:
@@ -177,41 +88,6 @@ async def test_a_refusal_and_a_drain_build_no_full_statistics(monkeypatch: pytes
         assert isinstance(gateway.replies[2][1], OverloadedError)
         await worker.answer_all()
         assert not calls
-
-
-async def test_a_lost_workers_sequences_continue_on_another_worker() -> None:
-    async with running_loop() as loop:
-        gateway, first, second = FakeGateway(), FakeWorker(loop), FakeWorker(loop, "w1", 2)
-        first.join()
-        submit(loop, loop.attach(gateway), 1, max_tokens=4)
-        await settle()
-        first.answer(token=1)
-        await settle()
-        second.join()
-        late = first.unanswered[0]
-        loop.worker_lost(first, "gone")
-        loop.step_answered(first, StepOutput(late.step_id, late.rows, np.array([99], dtype=np.uint32), worker_id="w0"))
-        await second.answer_all(token=2)
-        assert gateway.tokens(1) == [1, 2, 2, 2]
-        assert first.closed == "gone"
-        assert second.sent[0].opens[0].token_ids.tolist() == [*range(1, 11), 1]
-
-
-async def test_requests_wait_while_all_workers_are_gone() -> None:
-    async with running_loop() as loop:
-        gateway, worker = FakeGateway(), FakeWorker(loop)
-        worker.join()
-        owner = loop.attach(gateway)
-        submit(loop, owner, 1, max_tokens=2)
-        await settle()
-        loop.worker_lost(worker, "gone")
-        submit(loop, owner, 2, max_tokens=2)
-        await settle()
-        assert gateway.replies == [(1, None), (2, None)]
-        back = FakeWorker(loop, "w0", 2)
-        back.join()
-        await back.answer_all()
-        assert gateway.tokens(1) == gateway.tokens(2) == [7, 7]
 
 
 async def test_requests_wait_for_a_worker_only_for_a_limited_time() -> None:
@@ -268,22 +144,6 @@ async def test_overload_and_deadline_refusals_have_a_retry_delay() -> None:
         assert gateway.reasons() == {(1, 0): "length", (2, 0): "length", (4, 0): "aborted"}
 
 
-async def test_a_new_lease_replaces_the_old_one() -> None:
-    async with running_loop() as loop:
-        gateway, old, new = FakeGateway(), FakeWorker(loop), FakeWorker(loop)
-        old.join()
-        submit(loop, loop.attach(gateway), 1, max_tokens=3)
-        await settle()
-        new.join()
-        await settle()
-        old.answer(token=99)
-        loop.worker_lost(old, "late news")
-        await new.answer_all(token=1)
-        assert gateway.tokens(1) == [1, 1, 1]
-        assert old.closed
-        assert new.closed is None
-
-
 async def test_a_worker_that_answers_another_step_is_dropped() -> None:
     async with running_loop() as loop:
         gateway, worker = FakeGateway(), FakeWorker(loop)
@@ -295,36 +155,6 @@ async def test_a_worker_that_answers_another_step_is_dropped() -> None:
         assert worker.closed
         assert "77" in worker.closed
         assert loop.has_work
-
-
-async def test_a_draining_worker_is_released_when_it_is_empty() -> None:
-    async with running_loop() as loop:
-        gateway, leaving, staying = FakeGateway(), FakeWorker(loop), FakeWorker(loop, "w1")
-        leaving.join()
-        owner = loop.attach(gateway)
-        submit(loop, owner, 1, max_tokens=3)
-        await settle()
-        staying.join()
-        loop.worker_draining(leaving)
-        submit(loop, owner, 2, max_tokens=2)
-        await settle()
-        assert leaving.closed is None
-        await leaving.answer_all(token=1)
-        await staying.answer_all(token=2)
-        assert leaving.closed == "drained"
-        assert gateway.tokens(1) == [2, 2, 2]
-        assert gateway.tokens(2) == [2, 2]
-
-
-async def test_a_worker_that_differs_is_closed_with_the_reason() -> None:
-    async with running_loop() as loop:
-        first, other = FakeWorker(loop), FakeWorker(loop, "w1")
-        first.join()
-        other.join(block_size=8)
-        await settle()
-        assert first.closed is None
-        assert other.closed is not None
-        assert "block_size 8" in other.closed
 
 
 @pytest.mark.parametrize("error", [MemoryError("pool"), RuntimeError("bug")])
@@ -350,23 +180,6 @@ async def test_a_worker_that_the_core_fails_to_add_is_closed_and_others_continue
         assert gateway.reasons() == {(1, 0): "length"}
 
 
-async def test_prefixes_are_published_and_withdrawn_with_their_worker() -> None:
-    index = FakeIndex()
-    async with running_loop(index) as loop:
-        gateway, worker = FakeGateway(), FakeWorker(loop)
-        worker.join()
-        submit(loop, loop.attach(gateway), 1, prompt=9, max_tokens=1)
-        await worker.answer_all()
-        (held,) = loop.core.cached_prefixes()
-        assert held.holder == Holder("w0", 1)
-        assert len(held.blocks) == 2
-        assert index.published == [held]
-        loop.worker_lost(worker, "gone")
-        await settle()
-        assert index.published[1:] == [PrefixChanges(held.holder, [(digest, False) for digest, _ in held.blocks])]
-        assert loop.core.cached_prefixes() == []
-
-
 async def test_without_readers_no_prefix_changes_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count_calls(monkeypatch, BlockManager, "take_events")
     async with running_loop() as loop:
@@ -378,82 +191,6 @@ async def test_without_readers_no_prefix_changes_are_collected(monkeypatch: pyte
         loop.worker_lost(worker, "gone")
         await settle()
     assert not calls
-
-
-async def test_a_worker_that_drains_alone_finishes_what_it_runs() -> None:
-    async with running_loop() as loop:
-        gateway, leaving = FakeGateway(), FakeWorker(loop)
-        leaving.join()
-        submit(loop, loop.attach(gateway), 1, max_tokens=3)
-        await settle()
-        loop.worker_draining(leaving)
-        await leaving.answer_all(token=1)
-        assert gateway.tokens(1) == [1, 1, 1]
-        assert leaving.closed == "drained"
-
-
-async def test_a_request_moves_between_streams_without_a_leak() -> None:
-    async with running_loop() as loop:
-        worker = FakeWorker(loop)
-        worker.join(pipeline_depth=2)
-        gateways = [FakeGateway() for _ in range(20)]
-        owners = [loop.attach(gateway) for gateway in gateways]
-        output: list[int] = []
-        for handle, (owner, gateway) in enumerate(zip(owners, gateways, strict=True)):
-            submit(loop, owner, handle, request_id="same", max_tokens=50, outputs=[output], takes_over=bool(handle))
-            loop.cancel(
-                owners[handle - 1], handle - 1, None, FinishReason.ABORTED
-            )  # late: another stream has the request now
-            await settle()
-            while not gateway.delivered:
-                worker.answer(token=5)
-                await settle()
-            output += [token for deltas in gateway.delivered for token in deltas.token_ids.tolist()]
-        await worker.answer_all(token=5)
-        for handle, gateway in enumerate(gateways[:-1]):
-            assert gateway.reasons() == {(handle, 0): "aborted"}
-        assert gateways[-1].reasons() == {(19, 0): "length"}
-        stats = loop.core.stats()
-        assert stats.workers[0].rows_used == stats.workers[0].blocks_used == stats.num_waiting == 0
-        assert not loop._requests
-        assert not loop.has_work
-
-
-async def test_the_end_of_a_stream_does_not_end_a_request_that_another_took_over() -> None:
-    async with running_loop() as loop:
-        old, new, worker = FakeGateway(), FakeGateway(), FakeWorker(loop)
-        worker.join()
-        first, second = loop.attach(old), loop.attach(new)
-        submit(loop, first, 1, request_id="same", max_tokens=3)
-        await settle()
-        submit(loop, second, 1, request_id="same", max_tokens=3, takes_over=True)
-        loop.detach(first)  # in the same turn as the takeover
-        await worker.answer_all()
-        assert new.tokens(1) == [7, 7, 7]
-        assert new.reasons() == {(1, 0): "length"}
-
-
-async def test_drains() -> None:
-    async with running_loop() as loop:
-        gateway, worker = FakeGateway(), FakeWorker(loop)
-        worker.join()
-        owner = loop.attach(gateway)
-        submit(loop, owner, 1, max_tokens=2)
-        await settle()
-        loop.refuse_new("stopping")
-        submit(loop, owner, 2)
-        idle = asyncio.create_task(loop.wait_idle())
-        await settle()
-        assert not idle.done()
-        assert isinstance(gateway.replies[1][1], UnavailableError)
-        await worker.answer_all()
-        await asyncio.wait_for(idle, 60)
-
-
-async def test_drains_at_once_without_a_worker() -> None:
-    async with running_loop() as loop:
-        submit(loop, loop.attach(FakeGateway()), 1)
-        await asyncio.wait_for(loop.wait_idle(), 60)
 
 
 def test_retry_advice_follows_the_rate_of_ends() -> None:

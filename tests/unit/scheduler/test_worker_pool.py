@@ -11,10 +11,9 @@ from unittest.mock import AsyncMock, MagicMock
 
 import grpc
 import pytest
-from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
+from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
 from quire.v1 import types_pb2
 
-from scheduler_svc.workers import pool as worker_pool
 from scheduler_svc.workers import wire as worker_wire
 from scheduler_svc.workers.adapters import Adapters
 from svc_common.errors import InvalidRequestError, UnavailableError
@@ -38,58 +37,6 @@ async def finished(gateway: ToyGateway, *handles: int) -> None:
 async def read_to_end(call: Any) -> None:
     while await call.read() is not grpc.aio.EOF:
         pass
-
-
-def states(stack: Stack) -> dict[str, types_pb2.WorkerState]:
-    return {w.worker_id: w.state for w in stack.parts.pool.describe(stack.parts.step_loop.core.stats())}
-
-
-async def test_serves_through_a_registered_worker(make_stack: MakeStack) -> None:
-    stack = await make_stack()
-    await stack.worker()
-    gateway = await stack.gateway()
-    await ready(stack)
-    await gateway.submit(1, PROMPT, max_tokens=12)
-    await gateway.submit(2, PROMPT, max_tokens=5, n=3)
-    await finished(gateway, 1, 2)
-    assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 12)
-    await until(lambda: len(gateway.finished) == 4)
-    for i in range(3):
-        assert gateway.tokens[2, i] == expected_tokens(PROMPT, 5, i)
-    assert gateway.finished[1, 0].reason == types_pb2.FINISH_REASON_LENGTH
-    assert gateway.finished[1, 0].usage.prompt_tokens == 5
-    assert gateway.finished[1, 0].usage.output_tokens == 12
-
-
-async def test_welcome_contains_the_model_and_the_ready_workers(make_stack: MakeStack) -> None:
-    stack = await make_stack()
-    gateway = await stack.gateway()
-    await until(lambda: gateway.welcomes)
-    assert not gateway.welcomes[0].HasField("info")
-    big, small = await stack.worker("w0"), ToyWorker(stack.address, "w1", epoch=12)
-    await until(lambda: gateway.welcomes[-1].ready_workers == 1)
-    small.num_blocks = 16
-    stack.cleanup.push_async_callback(small.stop)
-    await small.start()
-    await until(lambda: gateway.welcomes[-1].ready_workers == 2)
-    info = gateway.welcomes[-1].info
-    assert (info.model, info.max_num_blocks, info.max_num_seqs) == ("toy", 64, 8)
-    await big.stop()
-    await until(lambda: gateway.welcomes[-1].ready_workers == 1)
-    assert gateway.welcomes[-1].info.max_num_blocks == 16
-    assert len({w.scheduler_epoch for w in gateway.welcomes}) == 1
-
-
-async def test_a_loading_worker_is_leased_when_it_is_ready(make_stack: MakeStack) -> None:
-    stack = await make_stack()
-    worker = ToyWorker(stack.address)
-    worker.state = types_pb2.WORKER_STATE_LOADING
-    stack.cleanup.push_async_callback(worker.stop)
-    await worker.start()
-    await until(lambda: states(stack) == {"w0": types_pb2.WORKER_STATE_LOADING})
-    worker.state = types_pb2.WORKER_STATE_READY
-    await ready(stack)
-    assert states(stack) == {"w0": types_pb2.WORKER_STATE_READY}
 
 
 @pytest.mark.parametrize(
@@ -202,76 +149,6 @@ async def test_serves_the_bundle_to_gateways(make_stack: MakeStack) -> None:
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_killed_workers_sequences_resume_on_another(make_stack: MakeStack) -> None:
-    stack = await make_stack()
-    first, gateway = await stack.worker("w0"), await stack.gateway()
-    await ready(stack)
-    await gateway.submit(1, PROMPT, max_tokens=200)
-    await until(lambda: len(gateway.tokens.get((1, 0), ())) > 10)
-    first.gate.clear()
-    second = await stack.worker("w1", epoch=12)
-    await ready(stack, 2)
-    await first.stop()
-    await finished(gateway, 1)
-    assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 200)
-    assert gateway.finished[1, 0].preemptions == 1
-    assert second.steps
-    assert states(stack) == {"w0": types_pb2.WORKER_STATE_LOST, "w1": types_pb2.WORKER_STATE_READY}
-
-
-async def test_requests_wait_for_a_worker_that_returns(make_stack: MakeStack) -> None:
-    stack = await make_stack()
-    worker, gateway = await stack.worker(), await stack.gateway()
-    await ready(stack)
-    await gateway.submit(1, PROMPT, max_tokens=100)
-    await until(lambda: gateway.tokens)
-    worker.gate.clear()
-    await worker.stop()
-    await ready(stack, 0)
-    await gateway.submit(2, PROMPT, max_tokens=4)
-    await until(lambda: 2 in gateway.replies)
-    assert gateway.replies[2] is None
-    await stack.worker(epoch=99)
-    await finished(gateway, 1, 2)
-    assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 100)
-
-
-async def test_a_reconnecting_register_stream_keeps_the_lease(make_stack: MakeStack) -> None:
-    stack = await make_stack()
-    worker, gateway = await stack.worker(), await stack.gateway()
-    await ready(stack)
-    await gateway.submit(1, PROMPT, max_tokens=60)
-    await until(lambda: gateway.tokens)
-    worker.gate.clear()
-    known = stack.parts.pool._workers["w0"]
-    for _ in range(3):
-        before = known.registration
-        worker.register_call.cancel()
-        await until(lambda before=before: known.registration not in (None, before))
-    worker.gate.set()
-    await finished(gateway, 1)
-    assert len(worker.lease_epochs) == 1
-    assert worker.opens == 1
-    assert gateway.finished[1, 0].preemptions == 0
-
-
-async def test_a_worker_is_leased_again_after_its_step_stream_breaks(make_stack: MakeStack) -> None:
-    stack = await make_stack()
-    worker, gateway = await stack.worker(), await stack.gateway()
-    await ready(stack)
-    await gateway.submit(1, PROMPT, max_tokens=40)
-    await until(lambda: len(gateway.tokens.get((1, 0), ())) > 3)
-    worker.answer_epoch = 12345  # an answer of another epoch breaks the protocol
-    await until(lambda: worker.refusals)
-    worker.answer_epoch = None
-    assert worker.refusals[0].code() is grpc.StatusCode.UNAVAILABLE
-    assert "epoch" in (worker.refusals[0].details() or "")
-    await finished(gateway, 1)
-    assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 40)
-    assert worker.lease_epochs == sorted(set(worker.lease_epochs))
-    assert len(worker.lease_epochs) > 1
-
-
 async def test_an_unexpected_error_in_a_lease_loses_the_worker(
     make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -289,15 +166,6 @@ async def test_an_unexpected_error_in_a_lease_loses_the_worker(
     assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 40)
 
 
-async def test_a_silent_worker_is_lost(make_stack: MakeStack) -> None:
-    stack = await make_stack("--heartbeat-timeout-s", "0.4")
-    worker = await stack.worker()
-    await ready(stack)
-    worker.heartbeats = False
-    await until(lambda: worker.refusals)
-    assert "no heartbeat" in (worker.refusals[0].details() or "")
-
-
 async def test_a_stopped_scheduler_does_not_blame_its_workers(make_stack: MakeStack) -> None:
     stack = await make_stack("--heartbeat-timeout-s", "1")
     worker = await stack.worker()
@@ -310,86 +178,6 @@ async def test_a_stopped_scheduler_does_not_blame_its_workers(make_stack: MakeSt
     await until(lambda: worker.num_acknowledged > acknowledged + 1)
     assert worker.refusals == []
     assert len(worker.lease_epochs) == 1
-
-
-async def test_a_frozen_worker_that_returns_late_is_fenced(make_stack: MakeStack) -> None:
-    stack = await make_stack("--heartbeat-timeout-s", "0.5")
-    frozen, gateway = await stack.worker("w0"), await stack.gateway()
-    await ready(stack)
-    frozen.gate.clear()
-    frozen.heartbeats = False
-    await gateway.submit(1, PROMPT, max_tokens=100)
-    await until(lambda: 1 in gateway.replies)
-    await stack.worker("w1", epoch=12)
-    await finished(gateway, 1)
-    assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 100)
-    frozen.heartbeats = True
-    frozen.gate.set()  # its answers now belong to a lease that has ended
-    await until(lambda: len(frozen.lease_epochs) >= 2)
-    await ready(stack, 2)
-    for handle in range(2, 6):
-        await gateway.submit(handle, [*PROMPT, handle], max_tokens=100)
-    await finished(gateway, *range(2, 6))
-    for handle in range(2, 6):
-        assert gateway.tokens[handle, 0] == expected_tokens([*PROMPT, handle], 100)
-
-
-async def test_quick_steps_share_messages(make_stack: MakeStack) -> None:
-    stack = await make_stack("--burst-ms", "100")
-    worker, gateway = await stack.worker(), await stack.gateway()
-    await ready(stack)
-    await gateway.submit(1, PROMPT, max_tokens=200)
-    await finished(gateway, 1)
-    assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 200)
-    assert worker.steps >= 200 > 2 * worker.messages
-
-
-async def test_a_worker_leased_by_another_scheduler_is_dropped_here(
-    make_stack: MakeStack,
-) -> None:
-    old, new = await make_stack(), await make_stack()
-    worker, gateway = await old.worker(), await old.gateway()
-    await ready(old)
-    await gateway.submit(1, PROMPT, max_tokens=200, request_id="moves")
-    await until(lambda: len(gateway.tokens.get((1, 0), ())) > 10)
-    worker.gate.clear()  # slow from now on, so that the request does not end meanwhile
-    worker.move_to(new.address)
-    await ready(new)
-    worker.gate.set()
-    await ready(old, 0)  # its next step was refused: another scheduler has the lease
-    assert old.parts.step_loop.has_work
-    other = await new.gateway()
-    await until(lambda: other.welcomes and other.welcomes[-1].ready_workers)
-    await gateway.close()
-    await until(lambda: not old.parts.step_loop.has_work)
-    output = other.tokens[1, 0] = gateway.tokens[1, 0]
-    state = types_pb2.SampleState(index=0, output_token_ids=output)
-    continuation = types_pb2.Continuation(samples=[state])
-    await other.submit(1, PROMPT, max_tokens=200, request_id="moves", continuation=continuation, takes_over=True)
-    await finished(other, 1)
-    assert other.tokens[1, 0] == expected_tokens(PROMPT, 200)
-    assert other.finished[1, 0].usage.output_tokens == 200
-    worker.move_to(old.address)  # and back: the same worker epoch, a higher scheduler epoch
-    await ready(old)
-    again = await old.gateway()
-    await again.submit(1, PROMPT, max_tokens=20)
-    await finished(again, 1)
-    assert again.tokens[1, 0] == expected_tokens(PROMPT, 20)
-    assert worker.lease_epochs == [1, 2, 3]
-
-
-async def test_a_newer_register_stream_takes_over(make_stack: MakeStack) -> None:
-    stack = await make_stack()
-    worker = await stack.worker()
-    await ready(stack)
-    gateway = await stack.gateway()
-    newer = gateway.stub.Register()
-    await newer.write(worker.registration())
-    await newer.read()
-    await until(lambda: worker.refusals)
-    assert "replaces this one" in (worker.refusals[0].details() or "")
-    assert len(worker.lease_epochs) == 1
-    newer.cancel()
 
 
 async def test_another_model_may_follow_when_the_first_is_unused(make_stack: MakeStack) -> None:
@@ -460,110 +248,6 @@ async def test_two_live_workers_cannot_share_an_id(make_stack: MakeStack) -> Non
     await until(lambda: second.lease_epochs)
 
 
-async def test_a_worker_that_cannot_be_reached_gets_its_address_in_the_error(make_stack: MakeStack) -> None:
-    stack = await make_stack()
-    worker = ToyWorker(stack.address)
-    stack.cleanup.push_async_callback(worker.stop)
-    await worker.start()
-    await worker._server.stop(0)
-    await until(lambda: worker.refusals)
-    assert worker.address in (worker.refusals[0].details() or "")
-
-
-def test_a_worker_is_ready_for_operators_when_it_is_leased() -> None:
-    """A worker says that it is ready when it has loaded its model; without a lease it serves no request."""
-    record = worker_pool.WorkerRecord(
-        "w0", 1, "127.0.0.1:1", scheduler_pb2.RegisterRequest(state=types_pb2.WORKER_STATE_READY)
-    )
-    assert worker_pool._state_of(record) == types_pb2.WORKER_STATE_JOINING
-    record.lost_at = 3.0
-    assert worker_pool._state_of(record) == types_pb2.WORKER_STATE_LOST
-
-
-async def test_adopts_the_cached_blocks_of_a_worker(make_stack: MakeStack) -> None:
-    prompt = list(range(1, 14))
-    stack = await make_stack()
-    worker, gateway = await stack.worker(), await stack.gateway()
-    await ready(stack)
-    await gateway.submit(1, prompt, max_tokens=8)
-    await finished(gateway, 1)
-    await until(lambda: len(worker.committed) >= 3)
-    again = await make_stack()
-    taken_over = ToyWorker(again.address, "w0", epoch=11)
-    taken_over.committed, taken_over.scheduler_epoch = worker.committed, worker.scheduler_epoch
-    again.cleanup.push_async_callback(taken_over.stop)
-    await taken_over.start()
-    other = await again.gateway()
-    await ready(again)
-    await other.submit(1, prompt, max_tokens=8)
-    await finished(other, 1)
-    assert other.tokens == gateway.tokens
-    assert other.finished[1, 0].usage.cached_tokens == 12
-
-
-async def test_the_last_worker_finishes_its_rows_before_it_is_released(make_stack: MakeStack) -> None:
-    stack = await make_stack()
-    leaving, gateway = await stack.worker("w0"), await stack.gateway()
-    await ready(stack)
-    await gateway.submit(1, PROMPT, max_tokens=30)
-    await until(lambda: gateway.tokens)
-    leaving.gate.clear()
-    leaving.state = types_pb2.WORKER_STATE_DRAINING
-    await until(lambda: states(stack)["w0"] == types_pb2.WORKER_STATE_DRAINING)
-    leaving.gate.set()
-    await finished(gateway, 1)
-    assert gateway.tokens[1, 0] == expected_tokens(PROMPT, 30)
-    assert gateway.finished[1, 0].preemptions == 0
-    await until(lambda: states(stack)["w0"] == types_pb2.WORKER_STATE_LOST)
-
-
-async def test_a_draining_workers_sequences_move_when_another_joins(make_stack: MakeStack) -> None:
-    stack = await make_stack()
-    leaving, gateway = await stack.worker("w0"), await stack.gateway()
-    await ready(stack)
-    leaving.gate.clear()  # it answers nothing, and its answers are not awaited
-    for handle in range(5):
-        await gateway.submit(handle, [*PROMPT, handle + 1], max_tokens=200)
-    await until(lambda: len(gateway.replies) == 5)
-    await until(lambda: stack.parts.step_loop.num_rows("w0") > 0)
-    leaving.state = types_pb2.WORKER_STATE_DRAINING
-    await until(lambda: states(stack)["w0"] == types_pb2.WORKER_STATE_DRAINING)
-    num_moved = stack.parts.step_loop.num_rows("w0")
-    staying = await stack.worker("w1", epoch=12)
-    await finished(gateway, *range(5))
-    for handle in range(5):
-        assert gateway.tokens[handle, 0] == expected_tokens([*PROMPT, handle + 1], 200)
-    assert sum(f.preemptions for f in gateway.finished.values()) == num_moved
-    assert staying.opens == 5
-    leaving.gate.set()
-    await until(lambda: states(stack)["w0"] == types_pb2.WORKER_STATE_LOST)
-
-
-async def test_release_drains_a_worker_and_moves_its_sequences(
-    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_pool, "DRAIN_REFUSED_S", 0.2)
-    stack = await make_stack()
-    leaving, gateway = await stack.worker("w0"), await stack.gateway()
-    await ready(stack)
-    leaving.gate.clear()
-    for handle in range(3):
-        await gateway.submit(handle, [*PROMPT, handle + 1], max_tokens=200)
-    await until(lambda: len(gateway.replies) == 3)
-    num_rows = stack.parts.step_loop.num_rows("w0")
-    await stack.worker("w1", epoch=12)
-    await ready(stack, 2)
-    request = scheduler_pb2.ReleaseWorkerRequest(worker_id="w0", timeout_s=7)
-    answer = await gateway.stub.ReleaseWorker(request)
-    assert answer.num_moved == num_rows > 0
-    assert leaving.drained_with == [7.0]
-    await finished(gateway, 0, 1, 2)
-    for handle in range(3):
-        assert gateway.tokens[handle, 0] == expected_tokens([*PROMPT, handle + 1], 200)
-    leaving.gate.set()
-    await until(lambda: states(stack)["w0"] == types_pb2.WORKER_STATE_LOST)
-
-
 async def test_release_errors_name_the_cause(make_stack: MakeStack) -> None:
     stack = await make_stack()
     worker, gateway = await stack.worker("w0"), await stack.gateway()
@@ -584,27 +268,6 @@ async def test_release_errors_name_the_cause(make_stack: MakeStack) -> None:
         assert text in (caught.value.details() or "")
     await until(lambda: len(worker.lease_epochs) == 2)  # a worker that does not leave is leased again
     await ready(stack)
-
-
-async def test_status_shows_model_queue_and_workers(make_stack: MakeStack) -> None:
-    stack = await make_stack("--max-waiting", "7")
-    worker, gateway = await stack.worker(), await stack.gateway()
-    await ready(stack)
-    worker.gate.clear()
-    await gateway.submit(1, PROMPT, max_tokens=4)
-    await until(lambda: 1 in gateway.replies)
-    answer = await gateway.stub.GetSchedulerStatus(scheduler_pb2.GetSchedulerStatusRequest())
-    status = answer.status
-    assert (status.model, status.prefix_index, status.max_waiting, status.num_running) == ("toy", "memory", 7, 1)
-    [info] = status.workers
-    assert (info.worker_id, info.state, info.rows_used, info.rows_total) == ("w0", types_pb2.WORKER_STATE_READY, 1, 8)
-    assert info.blocks_free + info.blocks_cached + info.blocks_used == 64
-    assert info.worker_epoch == 11
-    worker.gate.set()
-    await finished(gateway, 1)
-    await until(lambda: stack.parts.pool.describe(stack.parts.step_loop.core.stats())[0].steps >= 4)
-    (described,) = stack.parts.pool.describe(stack.parts.step_loop.core.stats())
-    assert list(described.degradations) == ["toys are slow"]
 
 
 async def test_a_stale_epoch_counter_in_redis_does_not_lock_out_a_worker(make_stack: MakeStack) -> None:
@@ -735,11 +398,6 @@ async def test_stopping_ends_streams_quickly(make_stack: MakeStack) -> None:
         await stack.parts.pool.close()
         await until(lambda: gateway.call.done() and worker.refusals)
     assert "stopping" in (worker.refusals[0].details() or "")
-
-
-def test_the_toy_worker_implements_the_whole_service() -> None:
-    served = {"Drain", "Lease", "StepStream", "ListBlocks", "GetWorkerBundle"}
-    assert served <= set(dir(worker_pb2_grpc.WorkerServiceServicer))
 
 
 @pytest.mark.parametrize(("block_id", "count"), [(b"", 1), (b"\1\0\0\0", 10_000)])

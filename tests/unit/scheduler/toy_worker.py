@@ -77,18 +77,13 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.steps = self.messages = 0
-        self.opens = 0
-        self.heartbeats = True
         self.num_acknowledged = 0
         self.drains = True
-        self.drained_with: list[float] = []
-        self.answer_epoch: int | None = None
+        self.has_drained = False
         self.bundle = BUNDLE
-        self.committed: dict[int, tuple[bytes, list[int]]] = {}
         self.refusals: list[grpc.aio.AioRpcError] = []
-        self.register_call: Any = None
         self._scheduler = scheduler
-        self._rows: dict[int, tuple[list[int], int, list[int]]] = {}
+        self._rows: dict[int, tuple[list[int], int]] = {}
         self._server = grpc.aio.server()
         self._tasks: list[asyncio.Task[None]] = []
         self.address = ""
@@ -122,32 +117,21 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
                         return
                 except asyncio.InvalidStateError:
                     pass
-                if self.drained_with:
+                if self.has_drained:
                     return
                 await asyncio.sleep(0.02)
 
-    def move_to(self, scheduler: str) -> None:
-        """Register with another scheduler from now on."""
-        self._scheduler = scheduler
-        self.register_call.cancel()
-
     async def _register_once(self, stub: Any) -> None:
-        self.register_call = call = stub.Register()
+        call = stub.Register()
         try:
             await call.write(self.registration())
             accepted = await call.read()
             while accepted is not grpc.aio.EOF:
                 await asyncio.wait({asyncio.ensure_future(call.code())}, timeout=0.05)
-                if self.heartbeats and not call.done():
+                if not call.done():
                     await call.write(self.registration())
-                if self.heartbeats or call.done():
-                    accepted = await call.read()
-                    self.num_acknowledged += 1
-        except asyncio.CancelledError:
-            # The test cancelled the call or stops this worker.
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                raise
+                accepted = await call.read()
+                self.num_acknowledged += 1
         finally:
             call.cancel()
 
@@ -185,7 +169,7 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
         if not self.drains:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "no")
-        self.drained_with.append(request.timeout_s)
+        self.has_drained = True
         self.state = types_pb2.WORKER_STATE_DRAINING
         await self.gate.wait()
         return worker_pb2.DrainResponse()
@@ -195,12 +179,8 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
             yield worker_pb2.GetWorkerBundleResponse(data=self.bundle[i : i + 3])
 
     async def ListBlocks(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.ListBlocksResponse]:
-        for block, (digest, tokens) in self.committed.items():
-            yield worker_pb2.ListBlocksResponse(
-                block_ids=np.array([block], dtype="<u4").tobytes(),
-                hashes=digest,
-                token_ids=np.array(tokens, dtype="<u4").tobytes(),
-            )
+        for message in ():
+            yield message
 
     async def StepStream(self, requests: Any, context: Any) -> AsyncIterator[worker_pb2.StepStreamResponse]:
         async for request in requests:
@@ -219,32 +199,19 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
             del self._rows[row]
         for opened in batch.opens:
             self._open(opened)
-        for row, index, block in zip(*map(_u32, _table(batch)), strict=True):
-            self._rows[row][2][index : index + 1] = [block]
-        self._commit(batch)
         sampled = self._sample(batch)
-        epoch = self.epoch if self.answer_epoch is None else self.answer_epoch
         return worker_pb2.StepOutput(
             step_id=batch.step_id,
-            worker_epoch=epoch,
+            worker_epoch=self.epoch,
             rows=np.array(list(sampled), dtype="<u4").tobytes(),
             token_ids=np.array(list(sampled.values()), dtype="<u4").tobytes(),
         )
 
     def _open(self, opened: worker_pb2.RowOpen) -> None:
-        self.opens += 1
         tokens = _u32(opened.token_ids)
         if opened.HasField("fork_of_row"):
             tokens = self._rows[opened.fork_of_row][0][: opened.prompt_len]
-        self._rows[opened.row] = (list(tokens), opened.sample_index, _u32(opened.block_table))
-
-    def _commit(self, batch: worker_pb2.StepBatch) -> None:
-        for i, block in enumerate(_u32(batch.commit_blocks)):
-            digest = batch.commit_hashes[16 * i : 16 * i + 16]
-            holder = next((row for row in self._rows.values() if block in row[2]), None)
-            if holder is not None:
-                at = holder[2].index(block) * self.info.block_size
-                self.committed[block] = (digest, holder[0][at : at + self.info.block_size])
+        self._rows[opened.row] = (list(tokens), opened.sample_index)
 
     def _sample(self, batch: worker_pb2.StepBatch) -> dict[int, int]:
         rows = _u32(batch.rows)
@@ -253,13 +220,13 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
         mask = list(batch.sample_mask) or [1] * len(rows)
         sampled: dict[int, int] = {}
         for row, query_len, context_len, samples in zip(rows, query_lens, context_lens, mask, strict=True):
-            history, index, _ = self._rows[row]
+            history, index = self._rows[row]
             assert context_len + query_len <= len(history)
             if samples:
                 assert context_len + query_len == len(history)
                 sampled[row] = next_token(history, index)
         for row in _u32(batch.fork_rows):
-            sampled[row] = next_token(*self._rows[row][:2])
+            sampled[row] = next_token(*self._rows[row])
         for row, token in sampled.items():
             self._rows[row][0].append(token)
         return sampled
@@ -267,10 +234,6 @@ class ToyWorker(worker_pb2_grpc.WorkerServiceServicer):
 
 def _u32(data: bytes) -> list[int]:
     return np.frombuffer(data, dtype="<u4").tolist()
-
-
-def _table(batch: worker_pb2.StepBatch) -> tuple[bytes, bytes, bytes]:
-    return batch.table_rows, batch.table_indices, batch.table_blocks
 
 
 class ToyGateway:
@@ -284,8 +247,7 @@ class ToyGateway:
         self.heartbeats: list[scheduler_pb2.SchedulerHeartbeat] = []
         self.num_messages = 0
         self.error: grpc.aio.AioRpcError | None = None
-        self.reads = asyncio.Event()
-        self.reads.set()
+
         self._channel = open_channel(scheduler)
         self.stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
         self.call: Any = self.stub.Attach()
@@ -309,7 +271,6 @@ class ToyGateway:
     async def _read(self) -> None:
         try:
             while True:
-                await self.reads.wait()
                 message = await self.call.read()
                 if message is grpc.aio.EOF:
                     return

@@ -167,38 +167,6 @@ async def test_a_released_draining_worker_does_not_register_again() -> None:
     assert scheduler.num_streams == 1
 
 
-async def test_heartbeats_are_sent_without_updates() -> None:
-    scheduler, lifecycle = FakeScheduler(), Lifecycle()
-    async with serve(scheduler) as port, registered(port, lifecycle):
-        await until(lambda: len(scheduler.heard) >= 4)
-    assert scheduler.num_streams == 1
-
-
-async def test_a_worker_that_starts_first_waits_for_its_scheduler(caplog: pytest.LogCaptureFixture) -> None:
-    scheduler, lifecycle = FakeScheduler(), Lifecycle()
-    async with serve(scheduler) as port:
-        pass
-    async with registered(port, lifecycle) as registration:
-        await until(lambda: "is not available" in caplog.text)
-        assert not await registration.acknowledged(DRAINING, 30)  # returns at once
-        async with serve(scheduler, port):
-            await until(lambda: registration.is_connected)
-    assert caplog.text.count("is not available") <= 2  # once before it started, at most once when it stopped
-
-
-async def test_a_restarted_scheduler_gets_the_registration_again() -> None:
-    lifecycle = Lifecycle()
-    lifecycle.set_ready(scheduler_pb2.WorkerCapacity(num_blocks=9))
-    before, after = FakeScheduler(), FakeScheduler()
-    async with serve(before) as port:
-        pass
-    async with registered(port, lifecycle):
-        for scheduler in (before, after):
-            async with serve(scheduler, port):
-                await until(lambda heard=scheduler.heard: bool(heard))
-    assert (after.heard[0].state, after.heard[0].capacity.num_blocks) == (READY, 9)
-
-
 async def test_a_refusal_is_logged_once_and_retried_slowly(caplog: pytest.LogCaptureFixture) -> None:
     scheduler, lifecycle = FakeScheduler(), Lifecycle()
     scheduler.refusal = "block_size is 8, the other workers have 16; start it with --block-size 16"
@@ -274,23 +242,6 @@ def test_each_worker_has_its_own_stable_order() -> None:
         assert [s for s in preference(worker, [*schedulers, "s3:1"]) if s != "s3:1"] == order
 
 
-async def test_a_worker_is_registered_with_one_scheduler_at_a_time() -> None:
-    async with replicas() as r, registered(r.ports, Lifecycle()) as registration:
-        await until(lambda: len(r.first.heard) >= 5)
-        assert registration.scheduler == r.address(0)
-        assert r.second.num_streams == 0
-
-
-async def test_an_unreachable_scheduler_is_skipped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registration_module, "OPEN_TIMEOUT_S", 1000.0)
-    gone, there = FakeScheduler(), FakeScheduler()
-    async with serve(there) as port:
-        async with serve(gone) as dead:
-            pass
-        async with registered([dead, port], Lifecycle()) as registration:
-            await until(lambda: registration.is_connected)
-
-
 async def test_a_worker_leaves_a_frozen_scheduler_for_the_other_one(impatient: None) -> None:
     lifecycle = Lifecycle()
     lifecycle.set_ready(scheduler_pb2.WorkerCapacity(num_blocks=9))
@@ -357,34 +308,10 @@ async def test_a_worker_does_not_move_to_a_scheduler_that_drains(quick: None) ->
         await until(lambda: registration.scheduler == r.address(1))
 
 
-@pytest.mark.parametrize(("busy_move_s", "moves"), [(1000.0, False), (0.1, True)])
-async def test_a_worker_with_rows_moves_later(quick: None, busy_move_s: float, moves: bool) -> None:
-    work, options = Work(rows_used=1), {"busy_move_s": busy_move_s}
-    async with replicas() as r, registered(r.ports, Lifecycle(), work=work, **options) as registration:
-        r.first.num_workers, r.first.num_earlier = 3, 2
-        if moves:
-            await until(lambda: registration.scheduler == r.address(1))
-            return
-        await heard_more(r.first)
-        assert registration.scheduler == r.address(0)
-
-
 async def heard_more(scheduler: FakeScheduler) -> None:
     """Wait for several heartbeats, and so for several probes of the other scheduler."""
     heard = len(scheduler.heard)
     await until(lambda: len(scheduler.heard) >= heard + 8)
-
-
-async def test_a_draining_worker_does_not_register_elsewhere() -> None:
-    lifecycle = Lifecycle()
-    async with replicas() as r:
-        r.first.ends_when = DRAINING
-        registration = make_registration(r.ports, lifecycle)
-        running = asyncio.ensure_future(registration.run())
-        await until(lambda: registration.is_connected)
-        lifecycle.set_draining()
-        await asyncio.wait_for(running, 30)
-        assert r.second.num_streams == 0
 
 
 async def test_unreachable_and_frozen_schedulers_report_no_number(impatient: None) -> None:
@@ -438,14 +365,3 @@ async def test_schedulers_may_be_added_and_removed_while_the_worker_is_registere
             assert registration.scheduler == f"127.0.0.1:{port_1}"  # its session goes on
         await until(lambda: registration.scheduler == f"127.0.0.1:{port_2}")
         assert first.num_streams == 1
-
-
-async def test_a_lost_scheduler_is_reported() -> None:
-    reports: list[str] = []
-    scheduler = FakeScheduler()
-    options = {"on_unavailable": lambda: reports.append("lost")}
-    async with serve(scheduler) as port, registered(port, Lifecycle(), **options) as registration:
-        await until(lambda: registration.is_connected)
-        assert not reports
-        scheduler.refusal = "not this worker"
-        await until(lambda: bool(reports))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -17,12 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire_client.demo import demo_model_dir
 
-from svc_common import config
 from svc_common.channels import reachable_address
 from svc_common.serve import open_channel
 from tests.contract.worker_fakes import SAMPLING, column
-from worker_svc.flags import engine_config, make_parser, scheduler_addresses, sim_config
-from worker_svc.service import set_thread_environment
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -260,29 +256,6 @@ def test_flags_are_parsed_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "5")
-    settings = engine_config(
-        config.parse(make_parser(), ["--model", "/models/m", "--kv-cache-memory", "2M", "--dtype", "bfloat16"])
-    )
-    assert (settings.model_dir, settings.model_name) == (Path("/models/m"), "m")
-    assert (settings.max_num_seqs, settings.kv_cache_memory, settings.dtype) == (5, 2 << 20, "bfloat16")
-
-
-def test_schedulers_may_be_repeated_and_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ["--model", "m", "--scheduler", "a:1, b:2", "--scheduler", "c:3"]
-    assert scheduler_addresses(config.parse(make_parser(), flags)) == ["a:1", "b:2", "c:3"]
-    assert scheduler_addresses(config.parse(make_parser(), ["--model", "m"])) == []
-    monkeypatch.setenv("QUIRE_SCHEDULER", "d:4,e:5")
-    assert scheduler_addresses(config.parse(make_parser(), ["--model", "m"])) == ["d:4", "e:5"]
-
-
-def test_flags_reach_the_simulation() -> None:
-    flags = ["--sim-step-ms", "2", "--sim-prefill-tokens-per-s", "100", "--sim-token-us", "3"]
-    sim = sim_config(config.parse(make_parser(), ["--model", "m", "--sim-eos-probability", "0.5", *flags]))
-    assert (sim.step_ms, sim.prefill_tokens_per_s, sim.token_us, sim.eos_probability) == (2.0, 100.0, 3.0, 0.5)
-
-
 @pytest.mark.parametrize(
     ("listen", "towards", "expected"),
     [
@@ -293,10 +266,3 @@ def test_flags_reach_the_simulation() -> None:
 )
 def test_the_advertised_address_is_reachable(listen: str, towards: str, expected: str) -> None:
     assert reachable_address(listen, towards=towards) == expected
-
-
-def test_thread_settings_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    monkeypatch.setenv("OMP_NUM_THREADS", "9")
-    set_thread_environment(None)
-    assert (os.environ["OMP_WAIT_POLICY"], os.environ["OMP_NUM_THREADS"]) == ("ACTIVE", "9")

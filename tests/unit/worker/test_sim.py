@@ -6,7 +6,6 @@ import json
 import random
 import re
 import shutil
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -183,31 +182,6 @@ def test_tokens_depend_on_every_part_of_the_context() -> None:
     assert len(tokens) == 5
 
 
-def test_only_printable_tokens_are_sampled() -> None:
-    import tokenizers
-
-    tokenizer = tokenizers.Tokenizer.from_file(str(demo_model_dir() / "tokenizer.json"))
-    assert len(VOCABULARY.printable_ids) > 1500
-    for token_id in VOCABULARY.printable_ids:
-        text = tokenizer.decode([token_id], skip_special_tokens=False)
-        assert text
-        assert "\ufffd" not in text
-    assert VOCABULARY.eos_token_id == 2
-    assert not {0, 1, 2} & set(VOCABULARY.printable_ids)
-
-
-def test_a_folder_without_a_tokenizer_samples_any_id(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"vocab_size": 10, "eos_token_id": 3}')
-    assert read_vocabulary(tmp_path).printable_ids == (0, 1, 2, 4, 5, 6, 7, 8, 9)
-
-
-@pytest.mark.parametrize("config", ["{", "[]", "{}", '{"vocab_size": 0}', '{"vocab_size": 5, "eos_token_id": "x"}'])
-def test_a_folder_that_cannot_be_simulated_is_refused(tmp_path: Path, config: str) -> None:
-    (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ValueError, match=r"config.json|eos_token_id"):
-        read_vocabulary(tmp_path)
-
-
 # -- the runner --------------------------------------------------------------------------------------------------------
 
 
@@ -222,28 +196,6 @@ def test_tokens_do_not_depend_on_how_a_prompt_is_computed(chunk: int) -> None:
     while len(row.tokens) < 60:
         driver.check(driver.step([(row, 1)]))
     assert row.tokens[21:] == sim_output(prompt, 39, VOCABULARY, seed=7, sample_index=3)
-
-
-def test_greedy_rows_ignore_seed_and_sample() -> None:
-    prompt = make_prompt(5)
-    rows = [
-        Row(i, list(prompt), [i * 4, i * 4 + 1, i * 4 + 2], seed=i, sample_index=i, temperature=0.0) for i in (0, 1)
-    ]
-    outputs = [Driver().generate(row, 6) for row in rows]
-    assert outputs[0] == outputs[1] == sim_output(prompt, 6, VOCABULARY, seed=9, temperature=0.0)
-
-
-def test_a_resumed_row_continues_with_the_same_tokens() -> None:
-    prompt = make_prompt(10)
-    whole = sim_output(prompt, 20, VOCABULARY, seed=7)
-    row = Row(0, prompt + whole[:11], list(range(10)), prompt_len=10)
-    assert Driver().generate(row, 20) == whole
-
-
-def test_a_cached_prefix_is_used_and_checked() -> None:
-    driver, prompt = Driver(), make_prompt(10)
-    expected = driver.generate(Row(0, list(prompt), [0, 1, 2, 3]), 4)
-    assert driver.generate(Row(1, list(prompt), [0, 1, 20, 21], computed=8), 4) == expected
 
 
 @pytest.mark.parametrize(
@@ -276,16 +228,6 @@ def test_an_overwritten_block_is_detected_by_the_next_decode() -> None:
     assert not len(output.rows)
 
 
-def test_readers_of_a_wrong_row_fail_too() -> None:
-    driver, prompt = Driver(), make_prompt(12)
-    bad = Row(0, list(prompt), [40, 1, 2, 3], computed=4)  # block 40 was never written
-    reader = Row(1, list(prompt), [10, 1, 12, 13], computed=8)
-    source = Row(2, prompt[:4], [10])
-    driver.generate(source, 1)
-    output = driver.step([(bad, 8), (reader, 4)], [bad.open(), reader.open()])
-    assert sorted(error.row for error in output.errors) == [0, 1]
-
-
 def test_samples_fork_from_a_prompt_and_copy_its_last_block() -> None:
     driver, prompt = Driver(), make_prompt(6)
     parent = Row(0, list(prompt), [0, 1, 2, 3])
@@ -302,37 +244,6 @@ def test_samples_fork_from_a_prompt_and_copy_its_last_block() -> None:
         driver.check(driver.step([(parent, 1), (child, 1)]))
     assert parent.tokens[6:] == sim_output(prompt, 7, VOCABULARY, seed=7)
     assert child.tokens[6:] == sim_output(prompt, 7, VOCABULARY, seed=7, sample_index=1)
-
-
-def test_a_model_can_be_filled_to_its_last_token() -> None:
-    driver, prompt = Driver(), make_prompt(90)
-    row = Row(7, list(prompt), list(range(24)))
-    assert driver.generate(row, 7) == sim_output(prompt, 7, VOCABULARY, seed=7)
-
-
-def test_output_ends_with_the_configured_probability() -> None:
-    vocabulary = read_vocabulary(demo_model_dir(), eos_probability=0.25)
-    driver, prompt = Driver(make_runner(eos_probability=0.25)), make_prompt(5)
-    output = driver.generate(Row(0, list(prompt), list(range(24))), 90)
-    assert output == sim_output(prompt, 90, vocabulary, seed=7)
-    assert 10 <= output.count(2) <= 35
-
-
-def test_a_step_takes_the_simulated_time() -> None:
-    sim = SimConfig(step_ms=10.0, prefill_tokens_per_s=1000.0, token_us=500.0)
-    assert sim.step_s(np.array([1, 1, 20])) == pytest.approx(0.01 + 0.02 + 0.001)
-    assert sim.step_s(np.array([], np.int64)) == 0.0
-    driver = Driver(make_runner(step_ms=30.0))
-    started = time.perf_counter()
-    output = driver.step([(row := Row(0, [5], [0]), 1)], [row.open()])
-    assert time.perf_counter() - started >= 0.03
-    assert output.forward_us >= 30_000
-
-
-@pytest.mark.parametrize("setting", ["step_ms", "token_us", "eos_probability"])
-def test_a_bad_setting_is_named(setting: str) -> None:
-    with pytest.raises(ValueError, match=setting):
-        make_runner(**{setting: -1.0})
 
 
 def test_banned_ids_are_not_drawn_before_their_position() -> None:
@@ -353,33 +264,6 @@ def test_banned_ids_are_not_drawn_before_their_position() -> None:
     logits = np.zeros(runner.info.vocab_size, np.float32)
     logits[list(VOCABULARY.printable_ids)] = -np.inf
     assert runner._draw_highest(5, logits) not in VOCABULARY.printable_ids
-
-
-RULES = {
-    "allowed_token_ids": {"rules": TokenRules(allowed_ids=u32([300, 301, 302, 303]))},
-    "banned_token_ids": {"rules": TokenRules(banned_ids=u32(list(VOCABULARY.printable_ids[::2])))},
-    "bad_words": {
-        "rules": TokenRules(
-            allowed_ids=u32([300, 301, 302]), bad_words=(u32([300, 301]), u32([301, 301]), u32([301, 302, 300]))
-        )
-    },
-    "logit_bias": {"rules": TokenRules(bias_ids=u32([300, 301]), biases=np.array([1, 1], np.float32))},
-    "repetition_penalty": {"rules": TokenRules(allowed_ids=u32([*range(300, 306)])), "penalties": (1.5, 0, 0)},
-    "frequency_penalty": {"rules": TokenRules(allowed_ids=u32([*range(300, 303)])), "penalties": (1, 0.5, 0)},
-    "presence_penalty": {"rules": TokenRules(allowed_ids=u32([*range(300, 303)])), "penalties": (1, 0, 0.5)},
-}
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_processing_changes_the_output_and_is_replayed(name: str) -> None:
-    def generate(output: list[int], **fields: Any) -> list[int]:
-        row = Row(0, [300, 6, 7, *output], [0, 1, 2, 3], prompt_len=3, **fields)
-        return Driver(make_runner()).generate(row, 10)
-
-    rules = RULES[name].get("rules", NO_RULES)
-    tokens = generate([], **RULES[name])
-    assert tokens != generate([], rules=rules if "penalty" in name else NO_RULES)
-    assert all(generate(tokens[:count], **RULES[name]) == tokens for count in range(1, 10))
 
 
 def test_a_grammar_constrains_only_its_row() -> None:

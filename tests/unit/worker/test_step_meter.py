@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
-from quire.internal.v1 import worker_pb2
 
 from step_protocol.messages import StepBatch
 from worker_svc.metrics import MIN_MEASURED, StepMeter, StuckWatch
-from worker_svc.steps.row_traces import RowLog
 
 
 def make_batch(*query_lens: int, close_rows: tuple[int, ...] = ()) -> StepBatch:
@@ -97,15 +93,3 @@ def test_the_time_of_a_stopped_process_does_not_count() -> None:
     for _ in range(MIN_MEASURED):
         looks.run(make_batch(1), 0.02)
     assert looks.hang(make_batch(1), 1000.0, every_s=500.0) is None
-
-
-def test_debug_lines_name_the_request_of_each_row(caplog: pytest.LogCaptureFixture) -> None:
-    row_log = RowLog()
-    message = worker_pb2.StepBatch(opens=[worker_pb2.RowOpen(row=3, request_id="r", prompt_len=9)])
-    caplog.set_level(logging.DEBUG, logger="worker_svc.steps.row_traces")
-    row_log.note(message, make_batch(1))
-    row_log.note(worker_pb2.StepBatch(), make_batch(1, close_rows=(3, 4)))
-    assert [(record.getMessage(), record.__dict__["request_id"]) for record in caplog.records] == [
-        ("request r: sample 0 has row 3", "r"),
-        ("request r: row 3 is closed", "r"),
-    ]
