@@ -495,6 +495,8 @@ FIELDS = (
 )  # fmt: skip
 
 BY_PATH = {field.path: field for field in FIELDS}
+LAST_PRIORITY = int(BY_PATH["scheduling.priority"].high or 0)
+"""Priority of background work: lines of batches and copies for shadows."""
 
 
 @cache

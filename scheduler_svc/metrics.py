@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from quire.v1 import types_pb2
 
+from request_fields.fields import LAST_PRIORITY
 from scheduler_svc.core.messages import Counts, Deltas, Finished, MigrationReason
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
@@ -38,8 +39,14 @@ STEP_BYTES = tuple(64 * 4**power for power in range(10))  # bucket bounds from 6
 
 # One value per model, by field of SchedulerStats.
 GAUGES = {
-    "num_waiting": Spec(
-        "num_requests_waiting", "gauge", "sequences in the queue", "", MODEL, ("num_requests_waiting",)
+    "num_queued": Spec(
+        "num_requests_waiting", "gauge", "sequences in the queue, without background work", "", MODEL,
+        ("num_requests_waiting",),
+    ),
+    "num_background": Spec(
+        "num_requests_background", "gauge",
+        "sequences of background work (the lowest priority: batches, shadows) that wait or run; the times of requests, "
+        "the queue and the rows in use do not count them", labels=MODEL,
     ),
     "num_unschedulable": Spec(
         "num_requests_unschedulable", "gauge",
@@ -86,7 +93,7 @@ SPECS = (
     *COUNTS.values(),
     Spec("max_requests_waiting", "gauge", "limit of sequences in the queue (--max-waiting)", "", MODEL),
     Spec("requests_refused_total", "counter", "refused requests, by status code", "", ("model_name", "code")),
-    Spec("rows_used", "gauge", "rows of a worker that hold a sequence", "", WORKER),
+    Spec("rows_used", "gauge", "rows of a worker that hold a sequence, without background work", "", WORKER),
     Spec("rows_limit", "gauge", "rows of a worker (--max-num-seqs)", "", WORKER),
     Spec(
         "kv_blocks", "gauge",
@@ -208,6 +215,8 @@ class SchedulerTimes:
 
     def _record_first_token(self, group: SequenceGroup, sample_index: int, now: float) -> None:
         self._first_token_at[(group.owner, group.handle, sample_index)] = now
+        if group.priority == LAST_PRIORITY:
+            return
         self.first_token.observe(now - group.arrival)
         for seq in group.sequences:
             if seq.sample_index == sample_index and seq.admitted_at is not None:
@@ -217,7 +226,7 @@ class SchedulerTimes:
     def _record_end(self, finished: Finished, now: float) -> None:
         group = finished.group
         first_token_at = self._first_token_at.pop((group.owner, group.handle, finished.sample_index), None)
-        if first_token_at is not None:
+        if first_token_at is not None and group.priority < LAST_PRIORITY:
             self.decode.observe(now - first_token_at)
 
 
@@ -332,7 +341,7 @@ def _core_rows(model: str, stats: SchedulerStats) -> Iterator[Row]:
         yield "migrations_total", (model, reason.value), stats.counts.migrations[reason]
     for worker in stats.workers:
         labels = (model, worker.worker_id)
-        yield "rows_used", labels, worker.rows_used
+        yield "rows_used", labels, worker.rows_used - worker.rows_background
         yield "rows_limit", labels, worker.rows_total
         yield "kv_blocks", (*labels, "free"), worker.blocks_free
         yield "kv_blocks", (*labels, "cached"), worker.blocks_cached

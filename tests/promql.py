@@ -121,8 +121,9 @@ class History:
         if name == "absent":
             return _absent(arguments[0], self._value(arguments[0]))
         values = [self._value(argument) for argument in arguments]
-        if name == "clamp_min":
-            return {labels: max(value, values[1]) for labels, value in values[0].items()}
+        if name in ("clamp_min", "clamp_max"):
+            bound = max if name == "clamp_min" else min
+            return {labels: bound(value, values[1]) for labels, value in values[0].items()}
         if name == "histogram_quantile":
             return _histogram_quantile(*values)
         raise NotImplementedError(f"the function {name}")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from request_fields.fields import LAST_PRIORITY
 from svc_common.errors import InvalidRequestError
 
 FILE, BATCH = "file", "batch"
@@ -23,7 +24,6 @@ PART_BYTES = 256 << 10
 PART_LINES = 32  # lines that one gateway takes at a time
 MAX_ID_CHARS = 512
 MAX_PROBLEMS = 20  # invalid lines that an error lists
-PRIORITY = 1000  # the lowest
 SEEDED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 URLS = (*SEEDED, "/v1/embeddings", "/v1/score", "/v1/rerank")
 MESSAGES = "/v1/messages"
@@ -169,7 +169,7 @@ def request_of(line: BatchLine, batch_id: str) -> bytes:
         digest = hashlib.sha256(f"{batch_id}/{line.custom_id}".encode()).digest()
         first = b'"seed":%d,' % int.from_bytes(digest[:6], "little")
     own = bytes(line.body).strip()[1:-1].strip()  # the last one of equal names counts
-    return b'{%b%b"priority":%d}' % (first, own + b"," if own else b"", PRIORITY)
+    return b'{%b%b"priority":%d}' % (first, own + b"," if own else b"", LAST_PRIORITY)
 
 
 def result_of(line: BatchLine, reply: Reply) -> tuple[str, bytes]:

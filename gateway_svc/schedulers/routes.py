@@ -29,7 +29,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from gateway_svc.callers.caller import current_caller, current_entry
 from gateway_svc.request.field_errors import invalid
-from request_fields.fields import BY_PATH, DRAFT_FIELDS
+from request_fields.fields import DRAFT_FIELDS, LAST_PRIORITY
 from svc_common.config import SettingError
 from svc_common.errors import NotConfiguredError, NotFoundError, ServiceError, UnavailableError
 from svc_common.redis.connect import answer_of, connect
@@ -43,7 +43,6 @@ LOST_S = 3 * POLL_S  # other gateways store a table that Redis has lost within t
 TRIES = 5  # attempts to change a table that other gateways change too
 MAX_ROUTES, MAX_TARGETS, MAX_NAME_CHARS, MAX_WEIGHT = 256, 32, 128, 1_000_000
 MAX_SHADOWS, MAX_SHADOW_BYTES = 64, 64 << 20  # limits of the copies of one gateway that wait or run
-LAST_PRIORITY = int(BY_PATH["scheduling.priority"].high or 0)
 NOT_COPIED = ("request_id", "resumable", "receipt", "session_id", "session_sample", "output", *DRAFT_FIELDS)
 
 Rows = dict[str, pb.Route]

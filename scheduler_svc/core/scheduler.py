@@ -23,6 +23,7 @@ from itertools import islice
 import numpy as np
 
 from prefix_index.index import PrefixChanges
+from request_fields.fields import LAST_PRIORITY
 from scheduler_svc.core.admission.admission_control import AdmissionControl
 from scheduler_svc.core.admission.barrier import Barrier
 from scheduler_svc.core.admission.placement import Placement
@@ -357,6 +358,8 @@ class Scheduler:
                 return False
         if plan.budget < 1 or (features.num_bytes and not plan.has_room_for(features.num_bytes)):
             return False
+        if entry.seq.group.priority == LAST_PRIORITY and not planner.takes_background(plan):
+            return False  # the queue has only such sequences behind it
         has_others = self._share.has_others
         num_kept = worker.num_kept_rows(entry.seq, has_others) if has_others or entry.seq.group.n > 1 else 0
         found = worker.try_admit(entry, self.config.watermark, self._throughput.mean_output, num_kept)

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from itertools import islice
 
+import numpy as np
+
+from request_fields.fields import LAST_PRIORITY
 from scheduler_svc.core.admission.requests import Requests
 from scheduler_svc.core.messages import Counts
 from scheduler_svc.core.sequence import Sequence
@@ -30,6 +33,7 @@ class WorkerStats:
     worker_id: str
     rows_used: int
     rows_total: int
+    rows_background: int  # used rows with background work
     blocks_free: int
     blocks_cached: int
     blocks_used: int
@@ -49,6 +53,8 @@ class SchedulerStats(Load):
     num_unschedulable: int = 0  # sequences in the queue that no present worker could run
     waiting_tokens: int = 0  # of the queue, to compute and expected to be generated
     costs: Costs = field(default_factory=Costs)
+    num_queued: int = 0  # sequences in the queue, without background work
+    num_background: int = 0  # sequences of background work (the lowest priority) that wait or run
 
     @property
     def kv_cache_usage(self) -> float:
@@ -72,6 +78,7 @@ def worker_stats(worker: WorkerState) -> WorkerStats:
         worker_id=worker.capacity.worker_id,
         rows_used=worker.rows.num_used,
         rows_total=worker.capacity.max_num_seqs,
+        rows_background=int(np.count_nonzero(worker.rows.priority[worker.rows.active()] == LAST_PRIORITY)),
         blocks_free=worker.pool.num_empty,
         blocks_cached=worker.pool.num_cached,
         blocks_used=worker.pool.num_used,
@@ -81,16 +88,19 @@ def worker_stats(worker: WorkerState) -> WorkerStats:
 
 def scheduler_stats(requests: Requests, workers: Collection[WorkerState], counts: Counts) -> SchedulerStats:
     """A snapshot of all statistics."""
-    load = load_of(requests, workers)
+    load, rows = load_of(requests, workers), [worker_stats(worker) for worker in workers]
+    num_background = sum(seq.group.priority == LAST_PRIORITY for seq in requests.waiting.sequences())
     return SchedulerStats(
         num_waiting=load.num_waiting,
         num_running=load.num_running,
         pending_tokens=load.pending_tokens,
-        workers=[worker_stats(worker) for worker in workers],
+        workers=rows,
         counts=replace(counts, migrations=counts.migrations.copy()),
         num_unschedulable=len(requests.waiting.unschedulable if workers else requests.waiting),
         waiting_tokens=requests.waiting.expected_tokens,
         costs=requests.costs,
+        num_queued=load.num_waiting - num_background,
+        num_background=num_background + sum(worker.rows_background for worker in rows),
     )
 
 

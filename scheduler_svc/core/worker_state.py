@@ -54,6 +54,7 @@ import numpy as np
 
 from prefix_index.hashing import NO_KEYS, block_bytes, chained, extend_digests, root_digest, token_bytes
 from prefix_index.index import Holder, PrefixChanges
+from request_fields.fields import LAST_PRIORITY
 from request_fields.sizes import MAX_INPUT_BYTES
 from scheduler_svc.core.block_manager import BlockManager, Fill
 from scheduler_svc.core.messages import CachedBlock, Deltas, MovedExtra, RowAssignment, WorkerCapacity
@@ -87,6 +88,8 @@ class StepPlan:
     long_row: int | None = None  # a row with more prompt tokens left than a step holds, which is planned last
     kept: int = 0  # tokens that are kept for it, besides the budget
     spare: int = 0  # tokens beyond the budget, for positions that one chunk must have
+    background: int | None = None  # tokens of background work that the step may compute; None: not known yet
+    background_rows: Seq[int] = ()  # rows with background work left, whose chunks are planned last
     num_prompt_tokens: int = 0  # in chunks of several tokens
     num_bytes: int = 0  # data that opened rows carry
     has_part_work: bool = False  # a part of the worker computes something, even if no token is planned
@@ -424,18 +427,24 @@ class WorkerState:
 
     @property
     def has_long_prompt(self) -> bool:
-        """Whether a row has more prompt tokens left than a step holds."""
-        return any(self.is_long(self.rows.todo_of(row)) for row in self.prefilling)
+        """Whether a row, except of background work, has more prompt tokens left than a step holds."""
+        return any(self.is_long(self.rows.todo_of(row)) for row in self._prefilling_before_background())
+
+    def _prefilling_before_background(self) -> list[int]:
+        return [row for row in self.prefilling if self.rows.priority.item(row) < LAST_PRIORITY]
 
     @property
     def expected_prefill(self) -> int:
         """Number of prompt tokens of admitted sequences that are not computed yet: on average, half of the steps in
-        flight. All of a long prompt counts as one step, because others need not wait for it.
+        flight. All of a long prompt counts as one step, because others need not wait for it. They wait
+        for no background work.
         """
-        in_flight, pending = self._prefill_in_flight // 2, self.pending_prefill
-        if pending < self.capacity.max_num_batched_tokens or not self.has_long_prompt:
+        in_flight = self._prefill_in_flight // 2
+        if not self.prefilling:
+            return in_flight
+        todos = [self.rows.todo_of(row) - 1 for row in self._prefilling_before_background()]
+        if (pending := sum(todos)) < self.capacity.max_num_batched_tokens or not self.has_long_prompt:
             return pending + in_flight
-        todos = [self.rows.todo_of(row) - 1 for row in self.prefilling]
         return sum(todo for todo in todos if not self.is_long(todo + 1)) + self.capacity.max_num_batched_tokens
 
     @property

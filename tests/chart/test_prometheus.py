@@ -200,6 +200,11 @@ SCALING = [
     # Without workers only the queue counts. The first request starts a worker of one pool, not of both.
     ([series("quire_num_requests_waiting", "1+0x5")], {"a needed-workers": 0.15, "b needed-workers": 0.0}),
     ([series("quire_num_requests_waiting", "20+0x5")], {"a needed-workers": 3.0, "b needed-workers": 1.0}),
+    # Background work starts one worker.
+    (
+        [series(f"quire_num_requests_{state}", f"{count}+0x5") for state, count in (("waiting", 0), ("background", 9))],
+        {"a needed-workers": 0.01, "b needed-workers": 0.0},
+    ),
     # Without schedulers there is no result, which KEDA takes for an error.
     ([], {"a needed-workers": None, "a refused-requests": None}),
     # Refused requests start a worker only while there is none, and only one of their model.

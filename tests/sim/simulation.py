@@ -21,7 +21,7 @@ import numpy as np
 
 from prefix_index import hashing
 from prefix_index.hashing import FIRST_CONTENT_ID
-from request_fields.fields import RepetitionDetection
+from request_fields.fields import LAST_PRIORITY, RepetitionDetection
 from request_fields.parameters import BeamParams, EarlyStopping
 from request_fields.sizes import blocks_of_row
 from scheduler_svc.core.block_manager import ceil_div
@@ -64,6 +64,7 @@ class Setup:
         False  # prompts continue conversations; most models have states, snapshots at each block, and drafts
     )
     has_public: bool = False  # requests with equal roots have public prefixes, and salts
+    has_background: bool = False  # half of the requests have the lowest priority
     has_operators: bool = False  # pauses, sleep, resets, updates, loans and conversations, together with all others
 
     @property
@@ -344,6 +345,10 @@ class Simulation:
         rng = self._adapter_rng
         return rng.choice(ADAPTERS) if rng.random() < self._adapter_rate else b""
 
+    def _choose_priority(self) -> int:
+        priority = self.rng.choice((0, 0, 0, -1, 1, 5))
+        return LAST_PRIORITY if self.setup.has_background and self.rng.random() < 0.5 else priority
+
     def _choose_conversation(self) -> int:
         """The number of a conversation; 0: none."""
         has_some = self.operators is not None or self.setup.has_turns
@@ -438,7 +443,7 @@ class Simulation:
             seed=seed,
             n=1 if pooling else n,
             pooling=pooling,
-            priority=rng.choice((0, 0, 0, -1, 1, 5)),
+            priority=self._choose_priority(),
             root_key=_root_key(rng.choice(self._roots), encoder, adapter),
             adapter=adapter,
             owner=rng.randrange(NUM_OWNERS),

@@ -62,6 +62,16 @@ def test_blocks_move_between_full_pools(kind: str, are_tiers: set[bool], first: 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(20, 2000, 20))])
 @pytest.mark.parametrize("others", [{}, {"has_moves": True}, {"has_turns": True}], ids=["alone", "moves", "turns"])
+def test_background_work(others: dict[str, bool], first: int) -> None:
+    """Half of the requests get what others leave, lose their rows to them, and end with the same tokens."""
+    num_preemptions = 0
+    for seed in range(first, first + 20):
+        num_preemptions += run_seed(seed, has_background=True, **others).cluster.num_preemptions
+    assert num_preemptions > 5
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.deep) for n in range(20, 2000, 20))])
+@pytest.mark.parametrize("others", [{}, {"has_moves": True}, {"has_turns": True}], ids=["alone", "moves", "turns"])
 def test_public_prefixes(others: dict[str, bool], first: int) -> None:
     """Requests with two salts share the blocks before a border, and no block after it."""
     num_shared = 0

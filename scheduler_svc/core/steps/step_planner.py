@@ -1,16 +1,18 @@
 """Plans the steps of one worker: which rows compute which tokens, in which blocks.
 
-A step is planned in seven chapters, and each row is in one of them at most:
+A step is planned in eight chapters, and each row is in one of them at most:
 
     the decode run     rows that decode as in the previous step (`DecodeRun`): their part of the step is their part
                        of the previous one, advanced by one token, without a Python object per row
     other decodes      rows with one token left that cannot join the run: they would write to a shared block, wait for
                        the scheduler's choice of their token, or were put out of the run for lack of blocks
     drafts             rows that speculate (`speculation.py`)
-    chunks             rows with several tokens left: as much of their prompts as the budget allows, oldest row first
+    chunks             rows with several tokens left: as much of their prompts as the budget allows, the most urgent
+                       and then the oldest row first
     late forks         forks that are computed again (`forks.py`)
     admissions         waiting sequences, from the scan of the queue; the caller admits them one by one
     the long prompt    the row with more tokens left than a step holds: half of the budget, and what the others leave
+    background         chunks of rows of the lowest priority, as many tokens as `background.py` allows
 
 The order matters. A decode costs one token and delays a client's stream if it is skipped, so all decodes come before
 the first chunk, and admissions get what is left of the budget. A worker accepts no fewer tokens per step than it has
@@ -60,6 +62,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from request_fields.fields import LAST_PRIORITY
 from request_fields.sizes import MAX_BURST
 from scheduler_svc.core.rows import (
     NO_COLUMNS,
@@ -73,6 +76,7 @@ from scheduler_svc.core.rows import (
     with_chunks,
 )
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.steps.background import Background
 from scheduler_svc.core.steps.forks import Forks
 from scheduler_svc.core.worker_state import Changes, InFlightStep, StepPlan, WorkerState
 from step_protocol.columns import EMPTY, I64, U32, Bools
@@ -102,6 +106,7 @@ class StepPlanner:
         self._next_step_id = next_step_id
         self._run = DecodeRun(worker.rows)
         self._forks = Forks(worker)
+        self._background = Background(worker)
 
     def begin_step(self, now: float, *, joins_message: bool = False) -> StepPlan:
         """An empty plan. `joins_message`: the step is sent in the message of the previous step."""
@@ -239,11 +244,14 @@ class StepPlanner:
                     self._forks.open_if_complete(row, 1, plan)
         if self.worker.speculation.is_on:
             self._plan_drafts(plan)
+        if len(prefill):
+            is_background = self._rows.priority[prefill] == LAST_PRIORITY
+            plan.background_rows, prefill = prefill[is_background].tolist(), prefill[~is_background]
         if len(prefill) and self.worker.has_long_prompt:
             is_long = self._rows.todo(prefill) > self._capacity.max_num_batched_tokens
             self._keep_for(prefill[is_long].item(0), plan)
             prefill = prefill[~is_long]
-        for row in prefill.tolist():
+        for row in prefill[np.argsort(self._rows.priority[prefill], kind="stable")].tolist():
             self._plan_chunk(row, plan)
 
     def _keep_for(self, row: int, plan: StepPlan) -> None:
@@ -335,7 +343,9 @@ class StepPlanner:
     def _plan_chunk(self, row: int, plan: StepPlan, num_head_tokens: int = 0) -> None:
         """Plan the next tokens of a row. `num_head_tokens`: the first positions, if one chunk must have all of them."""
         todo = self._rows.todo_of(row)
-        count = num_head_tokens or min(todo, plan.budget)
+        count, is_last = num_head_tokens or min(todo, plan.budget), self._rows.priority.item(row) == LAST_PRIORITY
+        if is_last and not num_head_tokens:
+            count = min(count, self._background.left(plan))
         if row in self.worker.chunk_parts:
             count = self.worker.chunk_parts[row].plan_chunk(row, count, plan)
         if self.worker.windows is not None:
@@ -345,6 +355,8 @@ class StepPlanner:
         if count < 1:
             return
         plan.chunks.append((row, count))
+        if is_last:
+            self._background.spend(count, plan)
         plan.budget -= count
         if count > 1:
             plan.num_prompt_tokens += count
@@ -353,6 +365,17 @@ class StepPlanner:
         self._register_fills(row, count, plan)
         if self.worker.num_reserved_rows:
             self._forks.open_if_complete(row, count, plan)
+
+    def plan_background(self, plan: StepPlan) -> None:
+        """Plan the chunks of background work that runs, after those of all other rows."""
+        rows, plan.background_rows = plan.background_rows, ()
+        for row in rows:
+            self._plan_chunk(row, plan)
+
+    def takes_background(self, plan: StepPlan) -> bool:
+        """Whether the step has room for more background work than what runs."""
+        self.plan_background(plan)
+        return self._background.left(plan) > 0
 
     def _register_fills(self, row: int, count: int, plan: StepPlan) -> None:
         """Register the blocks that this chunk fills with known tokens: they may be shared from now on."""
@@ -373,6 +396,8 @@ class StepPlanner:
         if plan.long_row is not None:
             plan.budget += plan.kept
             self._plan_chunk(plan.long_row, plan)
+        if plan.background_rows:
+            self.plan_background(plan)
         has_decodes = plan.run is not None or plan.decodes is not None or plan.drafts is not None
         is_empty = not (has_decodes or plan.chunks or plan.has_part_work)
         if is_empty and (self.worker.in_flight or not self.worker.has_changes or self._may_wait(plan.now)):
@@ -451,6 +476,7 @@ class StepPlanner:
         seq.count_cached(num_hits * bs)
         num_head_tokens = 0 if num_hits else seq.group.features.num_head_tokens
         is_long = num_tokens - num_hits * bs > self._capacity.max_num_batched_tokens
+        is_long &= seq.group.priority < LAST_PRIORITY
         if is_long and plan.long_row is None and not num_head_tokens:
             self._keep_for(row, plan)
         else:

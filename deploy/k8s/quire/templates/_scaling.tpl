@@ -4,13 +4,14 @@
 namespace="{{ .root.Release.Namespace }}", service="{{ include "quire.fullname" .root }}-scheduler-{{ .pool.model }}"
 {{- end -}}
 
-{{/* Workers that a pool needs now: those that its used rows fill, and those that its part of the queue is worth. */}}
+{{/* Workers that a pool needs now: those that its used rows fill, and those that its part of the queue is worth. Background work
+     needs one. */}}
 {{- define "quire.neededWorkersQuery" -}}
 {{- $labels := include "quire.schedulerLabels" . -}}
 {{- $ids := printf "%s-worker-%s-[0-9]+" (include "quire.fullname" .root) .pool.name -}}
 {{- $rows := printf "sum(quire_rows_used{%s, worker_id=~%q} / (quire_rows_limit{%s, worker_id=~%q} * %s) or vector(0))" $labels $ids $labels $ids (divf (float64 .root.Values.keda.busyRowsPercent) 100 | toString) -}}
 {{- $waiting := printf "sum(quire_num_requests_waiting{%s}) * %s / %d" $labels (include "quire.queueFraction" .) (int .root.Values.keda.waitingPerWorker) -}}
-{{ $rows }} + {{ if include "quire.startsFromZero" . }}{{ $waiting }}{{ else }}floor({{ $waiting }}){{ end }}
+{{ $rows }} + {{ if include "quire.startsFromZero" . }}{{ $waiting }} + (clamp_max(sum(quire_num_requests_background{ {{- $labels -}} }), 0.01) or vector(0)){{ else }}floor({{ $waiting }}){{ end }}
 {{- end -}}
 
 {{/* Whether a pool at zero starts for the first waiting request: only the first pool of a model that has no worker otherwise. Another
