@@ -22,14 +22,20 @@ def weights_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def url(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Iterator[str]:
-    """The URL of the HTTP API, without /v1."""
+def addresses(tmp_path_factory: pytest.TempPathFactory, weights_dir: Path) -> Iterator[tuple[str, str]]:
+    """The URL of the HTTP API, without /v1, and the address of the gRPC API."""
     with Stack(tmp_path_factory.mktemp("clients")) as stack:
         yield start(stack, demo_model_dir(), "--weights-dir", str(weights_dir))
 
 
-def start(stack: Stack, model_dir: Path, *worker_flags: str) -> str:
-    """Start a scheduler, a worker and a gateway, whose chats can have tools. Returns the URL of its HTTP API."""
+@pytest.fixture(scope="session")
+def url(addresses: tuple[str, str]) -> str:
+    """The URL of the HTTP API, without /v1."""
+    return addresses[0]
+
+
+def start(stack: Stack, model_dir: Path, *worker_flags: str) -> tuple[str, str]:
+    """Start a scheduler, a worker and a gateway, whose chats can have tools. Returns `addresses`."""
     address = f"127.0.0.1:{free_port()}"
     scheduler = stack.start_scheduler()
     flags = ("--max-model-len", "512", "--kv-cache-memory", "64M", "--model-name", MODEL, "--dtype", "float32")
@@ -40,4 +46,4 @@ def start(stack: Stack, model_dir: Path, *worker_flags: str) -> str:
     gateway = stack.start_gateway(scheduler, flags=("--http-listen", address, "--keyless-operators", *chats))
     worker.wait_ready()
     gateway.wait_ready()
-    return f"http://{address}"
+    return f"http://{address}", gateway.address

@@ -1,4 +1,4 @@
-"""Unmodified clients against the HTTP API, each a program in the environment of scripts/install_clients."""
+"""Unmodified clients against the HTTP and gRPC APIs, each a program in the environment of scripts/install_clients."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.clients.conftest import MODEL
 from tests.processes.stack import ROOT
 
 PYTHON = ROOT / os.environ.get("CLIENTS_VENV", ".clients") / "bin/python"
+OVER_GRPC = ("smg_router", "triton_grpc")
 NOT_HERE = 77  # the exit code of a program whose client does not run with this Python
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -24,8 +25,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("program", sorted(path.stem for path in PROGRAMS.glob("*.py")))
-def test_a_client(url: str, weights_dir: Path, program: str) -> None:
-    command = [PYTHON, PROGRAMS / f"{program}.py", url, MODEL]
+def test_a_client(addresses: tuple[str, str], weights_dir: Path, program: str) -> None:
+    command = [PYTHON, PROGRAMS / f"{program}.py", addresses[program in OVER_GRPC], MODEL]
     if program == "lm_eval_scores" or program.endswith("_rollouts"):
         command.append(demo_model_dir())
     if program.endswith("_rollouts"):
