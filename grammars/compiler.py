@@ -32,11 +32,11 @@ MAX_ERROR_CHARS = 400
 GBNF_RULE = "::="
 
 
-class DeadPatternError(GrammarError):
-    """A pattern of `patternProperties` matches no further name: number of the schema, and path in it."""
+class DeadPartError(GrammarError):
+    """A part of a grammar accepts nothing, so a matcher would fail there: number of the schema, and path in it."""
 
-    def __init__(self, schema: int, path: str, pattern: str) -> None:
-        super().__init__(f"{pattern!r} matches only names that `properties` or `required` list; remove the pattern")
+    def __init__(self, message: str, schema: int, path: str) -> None:
+        super().__init__(message)
         self.place = schema, path
 
 
@@ -69,15 +69,25 @@ class GrammarCompiler:
             raise GrammarError("it accepts no text at all")
         return matcher
 
-    def check_patterns(self, schemas: Sequence[str]) -> None:
-        """Raise DeadPatternError for a pattern of names that matches only names that its object lists. A matcher fails
-        there, if the output takes this path."""
+    def check_parts(self, schemas: Sequence[str]) -> None:
+        """Raise DeadPartError for a pattern of names that matches only names that its object lists, and for a grammar
+        of an input that accepts no text. A matcher fails there, if the output takes this path."""
         for i, text in enumerate(schemas):
-            for path, schema in all_schemas(schema_of(text)):
+            root = schema_of(text)
+            if INPUT_GRAMMAR in root:
+                self._check_input(i, root[INPUT_GRAMMAR])
+            for path, schema in all_schemas(root):
                 names = listed_names(schema)
                 for pattern in schema.get("patternProperties", ()) if names else ():
                     if not self._has_more_names(names, pattern):
-                        raise DeadPatternError(i, path_of((*path, "patternProperties")), pattern)
+                        words = "matches only names that `properties` or `required` list; remove the pattern"
+                        raise DeadPartError(f"{pattern!r} {words}", i, path_of((*path, "patternProperties")))
+
+    def _check_input(self, schema: int, grammar: str) -> None:
+        try:
+            self.compile(GrammarKind.LARK, grammar)
+        except GrammarError as error:
+            raise DeadPartError(str(error), schema, "") from None
 
     def _has_more_names(self, names: Sequence[str], pattern: str) -> bool:
         properties = {name: {"const": 0} for name in names}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import logging
 import re
@@ -46,7 +47,7 @@ class BatchStore:
         self._cipher = cipher
 
     async def create(self, name: str, doc: Json, limit: int) -> bool:
-        """Add an item that lives until its `deleted_at`."""
+        """Add an item that lives until its `deleted_at`; one that exists stays as it is."""
         return await self.shelf.create(kind_of(name), name, self._seal(name, doc), doc["deleted_at"], limit)
 
     async def drop(self, name: str) -> None:
@@ -194,8 +195,10 @@ class Batches:
         for each in {item_id, *(doc[of] for of in FILES if of in doc)}:
             await self.store.drop(scoped(each))
 
-    async def create(self, endpoint: object, file_id: str, window: object, own: Mapping[str, Any]) -> Json:
-        """Start a batch over a file."""
+    async def create(
+        self, endpoint: object, file_id: str, window: object, own: Mapping[str, Any], *, key: str = ""
+    ) -> Json:
+        """Start a batch over a file. A call with the `key` of an earlier one returns its batch."""
         found = WINDOW.fullmatch(window) if isinstance(window, str) else None
         window_s = int(found[1]) * UNITS_S[found[2]] if found else 0
         if not 0 < window_s <= self.limits.ttl_s:
@@ -205,9 +208,9 @@ class Batches:
             raise invalid("endpoint", f"is {str(endpoint)[:80]!r}; must be one of {', '.join(URLS)}")
         if (await self.find(FILE, file_id, "input_file_id"))["purpose"] != BATCH:
             raise invalid("input_file_id", f"is {file_id!r}; must be a file with the purpose batch")
-        now = int(time.time())
+        now, end = int(time.time()), hashlib.sha256(key.encode()).hexdigest()[:24] if key else secrets.token_hex(12)
         doc = {
-            "id": f"{'msgbatch' if endpoint == MESSAGES else 'batch'}_{secrets.token_hex(12)}",
+            "id": f"{'msgbatch' if endpoint == MESSAGES else 'batch'}_{end}",
             "endpoint": endpoint,
             "input": file_id,
             "window": window,
@@ -220,7 +223,10 @@ class Batches:
         }
         await self._create(doc)
         self.started.set()
-        return {**doc, "counts": {}}
+        made = await self.find(BATCH, doc["id"])
+        if any(made[name] != doc[name] for name in ("endpoint", "input", "window")):
+            raise invalid("Idempotency-Key", f"was sent with another batch, {doc['id']}; send a new key")
+        return made
 
     async def cancel(self, batch_id: str) -> Json:
         """End a batch. One that has ended stays as it is."""

@@ -52,6 +52,8 @@ class FolderShelf:
     async def create(self, kind: str, name: str, doc: bytes, expires_at: float, limit: int) -> bool:
         def call() -> bool:
             owner, is_batch = owner_of(name), kind == BATCH
+            if self._do("SELECT 1 FROM items WHERE name = ?", name).fetchone():
+                return True
             if self._do("SELECT count(*) FROM items WHERE owner = ? AND kind = ?", owner, kind).fetchone()[0] >= limit:
                 return False
             values = name, kind, owner, doc, time.time(), expires_at, is_batch

@@ -24,6 +24,7 @@ TIMEOUT_S = 5.0
 
 # KEYS: item, names of its kind, due, work, chunks. ARGV: name, document, end, limit, chunk of a batch or empty.
 CREATE = """
+if redis.call('EXISTS', KEYS[1]) == 1 then return 1 end
 if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[4]) then return 0 end
 redis.call('HSET', KEYS[1], 'doc', ARGV[2])
 redis.call('ZADD', KEYS[2], redis.call('TIME')[1] * 1000 + math.floor(redis.call('TIME')[2] / 1000), ARGV[1])
@@ -79,7 +80,9 @@ class RedisShelf:
         await self._redis.aclose()
 
     async def create(self, kind: str, name: str, doc: bytes, expires_at: float, limit: int) -> bool:
-        """Add an item; False if its owner has `limit` of this kind. A batch has the chunk UNCHECKED to do."""
+        """Add an item, unless it exists. False if its owner has `limit` of this kind. A batch has the chunk UNCHECKED
+        to do.
+        """
         keys = f"item:{name}", f"of:{kind}:{owner_of(name)}", "due", "work", f"todo:{name}"
         return bool(await self._run(CREATE, keys, name, doc, expires_at, limit, UNCHECKED if kind == BATCH else ""))
 

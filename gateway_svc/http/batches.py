@@ -81,7 +81,8 @@ class FileHandlers:
             return _listed(request, await self._batches.all(BATCH), batch_object)
         body = object_of("body", await self._read(request, _parsed))
         own, window = {"metadata": metadata_of(body)}, body.get("completion_window", "24h")
-        batch = await self._batches.create(body.get("endpoint"), text(body, "input_file_id"), window, own)
+        file_id, key = text(body, "input_file_id"), request.headers.get("idempotency-key", "")
+        batch = await self._batches.create(body.get("endpoint"), file_id, window, own, key=key)
         return json_reply(batch_object(batch))
 
     async def batch(self, request: Request) -> Response:

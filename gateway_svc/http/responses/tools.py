@@ -183,6 +183,14 @@ def _picked(given: Json, *names: str) -> Json:
     return {name: given[name] for name in names if given.get(name) is not None}
 
 
+def _action(item: Json, name: str) -> Json:
+    """The action of a shell call, whose field `name` has its commands."""
+    action = {**item["action"]}
+    if not isinstance(action[name], list) or not all(isinstance(one, str) for one in action[name]):
+        raise TypeError
+    return action
+
+
 def _local_shell_fields(given: Json) -> Json:
     command, env = given.get("command", []), given.get("env", {})
     return {
@@ -205,10 +213,11 @@ KINDS: Mapping[str, CallKind] = {
     ),
     "local_shell_call": CallKind(
         LOCAL_SHELL, "lsh", fields=_local_shell_fields,
-        arguments=lambda item: {key: value for key, value in item["action"].items() if key != "type" and value},
+        arguments=lambda item: {k: value for k, value in _action(item, "command").items() if k != "type" and value},
     ),
     "shell_call": CallKind(
-        SHELL, "sh", "response.shell_call_command", fields=_shell_fields, arguments=lambda item: dict(item["action"]),
+        SHELL, "sh", "response.shell_call_command", fields=_shell_fields,
+        arguments=lambda item: _action(item, "commands"),
     ),
 }  # fmt: skip
 OUTPUTS = (
@@ -256,8 +265,8 @@ def arguments_of(where: str, item: Json) -> str:
     try:
         return json.dumps(kind.arguments(item), ensure_ascii=False)
     except (LookupError, TypeError, ValueError, AttributeError):
-        part = "arguments" if kind.tool == SEARCH else "action"
-        raise invalid(f"{where}.{part}", f"is {shown(item.get(part))}; must be an object") from None
+        part, words = ("arguments", "") if kind.tool == SEARCH else ("action", " with a list of strings, the commands")
+        raise invalid(f"{where}.{part}", f"is {shown(item.get(part))}; must be an object{words}") from None
 
 
 def output_of(where: str, item: Json) -> Any:

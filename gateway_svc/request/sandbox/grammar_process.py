@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from gateway_svc.request.sandbox.child import answer_messages
-from grammars.compiler import DeadPatternError, GrammarCompiler, UnsupportedTokenizerError, located_error, normalized
+from grammars.compiler import DeadPartError, GrammarCompiler, UnsupportedTokenizerError, located_error, normalized
 from grammars.schemas import GrammarError
 from request_fields.parameters import GrammarKind
 
@@ -35,8 +35,8 @@ def _answer(compilers: dict[str, GrammarCompiler], request: dict[str, Any]) -> d
         kind = GrammarKind(request["kind"])
         text = normalized(kind, request["text"])
         compilers[request["tokenizer"]].compile(kind, text)
-        compilers[request["tokenizer"]].check_patterns(request.get("schemas", ()))
-    except DeadPatternError as error:
+        compilers[request["tokenizer"]].check_parts(request.get("schemas", ()))
+    except DeadPartError as error:
         return {"error": str(error), "place": error.place}
     except (GrammarError, UnsupportedTokenizerError) as error:
         return _error_answer(str(error) or type(error).__name__, request.get("schemas", ()))

@@ -130,6 +130,20 @@ async def test_limits_of_an_owner(batches: Batches) -> None:
     await upload(batches, b"x" * 6000)
 
 
+async def test_calls_with_one_key_make_one_batch(batches: Batches) -> None:
+    current_caller.set(Caller("a"))
+    files = [await upload(batches, line("x") + b"\n") for _ in range(2)]
+    made = [await batches.create(URL, files[0], "1h", {}, key="k") for _ in range(4)]  # more than the limit of batches
+    assert len({doc["id"] for doc in made}) == len(await batches.all(BATCH)) == 1
+    with pytest.raises(InvalidRequestError, match=f"another batch, {made[0]['id']}"):
+        await batches.create(URL, files[1], "1h", {}, key="k")
+    assert (await batches.create(URL, files[1], "1h", {}, key="other"))["id"] != made[0]["id"]
+    current_caller.set(Caller("b"))
+    own = await upload(batches, line("x") + b"\n")
+    await batches.create(URL, own, "1h", {}, key="k")
+    assert len(await batches.all(BATCH)) == 1
+
+
 class Endpoint:
     """Answers lines. `again`: how often each of them is refused before."""
 

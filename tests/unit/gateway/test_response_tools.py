@@ -125,6 +125,7 @@ async def test_the_model_reads_tools_calls_and_results() -> None:
         ({**PATCHES, "format": {**GRAMMAR, "syntax": "ebnf"}}, "tools[0].format.syntax", "must be lark or regex"),
         ({**PATCHES, "format": {**GRAMMAR, "definition": "x" * 200_000}}, "tools[0].format.definition", "131072"),
         ({**PATCHES, "format": {**GRAMMAR, "definition": "start: b"}}, "tools[0].format.definition", "'apply_patch'"),
+        ({**PATCHES, "format": {**GRAMMAR, "definition": "start: start"}}, "tools[0].format.definition", "no text"),
         (
             {**PATCHES, "format": {**GRAMMAR, "definition": "start: ~/a/"}},
             "tools",
@@ -171,6 +172,10 @@ async def test_a_tool_can_be_forced_by_its_type() -> None:
         ({"type": "tool_search_call", "call_id": "c", "arguments": 5}, "input[0].arguments"),
         ({"type": "local_shell_call", "call_id": "c", "action": 5}, "input[0].action"),
         ({"type": "shell_call", "call_id": "c"}, "input[0].action"),
+        ({"type": "shell_call", "call_id": "c", "action": {}}, "input[0].action"),
+        ({"type": "shell_call", "call_id": "c", "action": {"commands": "ls"}}, "input[0].action"),
+        ({"type": "shell_call", "call_id": "c", "action": [["commands", ["ls"]]]}, "input[0].action"),
+        ({"type": "local_shell_call", "call_id": "c", "action": {"command": ["ls", 5]}}, "input[0].action"),
         ({"type": "shell_call_output", "call_id": "c", "output": 5}, "input[0].output"),
         ({"type": "local_shell_call_output", "output": "x"}, "input[0].id"),
         ({"type": "apply_patch_call", "call_id": "c"}, "input[0].type"),
