@@ -114,8 +114,16 @@ def variants(processors: Processors = HOPPER.processors) -> Iterator[Variant]:
     the small ones."""
     t, i, f = "*bf16", "*i32", "*fp32"
     for name, kind in (("", "rms"), (" layer", "layer")):
-        constants = {"N": 1024, "BLOCK": 1024, "ADD": True, "KIND": norm.KINDS[kind]}
-        yield Variant(f"norm{name}", norm.norm_kernel, f"{t} {t} {t} {t} {t} fp32", constants, 2)
+        constants = {
+            "N": 1024,
+            "BLOCK": 1024,
+            "GROUPS": 0,
+            "NUM_GROUPS": 0,
+            "ADD": True,
+            "KIND": norm.KINDS[kind],
+            "SMALLEST": 0.0,
+        }
+        yield Variant(f"norm{name}", norm.norm_kernel, f"{t} {t} {t} {t} {t} {t} fp32", constants, 2)
     constants = {"BLOCK": activation.BLOCK, "KIND": activation.GATED.index("relu2")}
     yield Variant("relu2", activation.gated_activation_kernel, f"{t} {t} i32", constants)
     yield linear_variant("linear bias=False", (t, t), t, linear.TILE)

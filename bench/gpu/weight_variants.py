@@ -46,7 +46,7 @@ def weight_variants(t: str) -> Iterator[Variant]:
         "SMALLEST": scaled_linear.SMALLEST,
     }  # fmt: skip
     types = f"{t} {t} {t} {t} {VALUES} *fp32 fp32"
-    yield Variant("fp8 norm 5120 group 128", norm.norm_rows_kernel, types, constants, 8)
+    yield Variant("fp8 norm 5120 group 128", norm.norm_kernel, types, constants, 8)
     eight = (VALUES, "*fp32"), ("*i8", "*fp32")
     yield linear_variant("fp8 linear exact group 128", eight[0], t, scaled_linear.EXACT, SCALED=True, GROUP=128)
     yield linear_variant("int8 linear few rows", eight[1], t, scaled_linear.FEW_ROWS, SCALED=True)

@@ -21,7 +21,7 @@ from worker_svc.engine.gpu.kernels import launch
 OF_LAYERS = {
     "norm_kernel", "linear_kernel", "quantize_rows_kernel", "rope_store_kernel",
     "paged_attention_kernel", "gated_activation_kernel", "activation_kernel", "soft_cap_kernel",
-    "norm_rows_kernel", "int4_linear_kernel", "widen_kernel", "route_kernel", "count_kernel", "group_kernel",
+    "int4_linear_kernel", "widen_kernel", "route_kernel", "count_kernel", "group_kernel",
     "expert_linear_kernel",
     "add_experts_kernel", "shrink_kernel", "expand_kernel",
 }  # fmt: skip

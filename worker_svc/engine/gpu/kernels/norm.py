@@ -37,66 +37,53 @@ def normed_row(x, weight, bias, is_in, eps, N: tl.constexpr, KIND: tl.constexpr)
 
 
 @triton.jit
-def _summed(x_ptr, residual_ptr, row, column, is_in, ADD: tl.constexpr):
-    """A row of x, after the residual was added to it."""
+def norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, scale_ptr, eps,
+    N: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, NUM_GROUPS: tl.constexpr, ADD: tl.constexpr,
+    KIND: tl.constexpr, SMALLEST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """GROUPS: groups of BLOCK inputs, of which NUM_GROUPS exist, in fp8; 0: the norm is not rounded to fp8."""
+    row = tl.program_id(0).to(tl.int64) * N
+    column = tl.arange(0, BLOCK)
+    is_in = column < N
+    weight = tl.load(weight_ptr + column, mask=is_in, other=0.0).to(tl.float32)
+    bias = weight
+    if KIND == 2:
+        bias = tl.load(bias_ptr + column, mask=is_in, other=0.0).to(tl.float32)
+    if PDL:
+        after_predecessor()
     x = tl.load(x_ptr + row + column, mask=is_in, other=0.0)
     if ADD:
         residual = tl.load(residual_ptr + row + column, mask=is_in, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(x_ptr + row + column, x, mask=is_in)
-    return x
+    normed = normed_row(x, weight, bias, is_in, eps, N, KIND).to(x.dtype)
+    if GROUPS == 0:
+        tl.store(out_ptr + row + column, normed, mask=is_in)
+    else:
+        groups = tl.reshape(normed.to(tl.float32), [GROUPS, BLOCK // GROUPS])
+        inverse, scale = scales_of(tl.max(tl.abs(groups), 1), tl.sum((groups != groups).to(tl.int32), 1), SMALLEST)
+        steps = tl.reshape(round_e4m3(groups * inverse[:, None]), [BLOCK])
+        tl.store(out_ptr + row + column, steps.to(out_ptr.dtype.element_ty), mask=is_in)
+        group = tl.arange(0, GROUPS)
+        tl.store(scale_ptr + tl.program_id(0).to(tl.int64) * NUM_GROUPS + group, scale, mask=group < NUM_GROUPS)
 
 
-@triton.jit
-def norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * N
-    column = tl.arange(0, BLOCK)
-    is_in = column < N
-    weight = tl.load(weight_ptr + column, mask=is_in, other=0.0).to(tl.float32)
-    bias = weight
-    if KIND == 2:
-        bias = tl.load(bias_ptr + column, mask=is_in, other=0.0).to(tl.float32)
-    if PDL:
-        after_predecessor()
-    x = _summed(x_ptr, residual_ptr, row, column, is_in, ADD)
-    normed = normed_row(x, weight, bias, is_in, eps, N, KIND)
-    tl.store(out_ptr + row + column, normed.to(x.dtype), mask=is_in)
-
-
-@triton.jit
-def norm_rows_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, steps_ptr, scale_ptr, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, NUM_GROUPS: tl.constexpr, ADD: tl.constexpr,
-    KIND: tl.constexpr, SMALLEST: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """GROUPS: groups of BLOCK inputs, of which NUM_GROUPS exist."""
-    row = tl.program_id(0).to(tl.int64) * N
-    column = tl.arange(0, BLOCK)
-    is_in = column < N
-    weight = tl.load(weight_ptr + column, mask=is_in, other=0.0).to(tl.float32)
-    if PDL:
-        after_predecessor()
-    bias = weight
-    if KIND == 2:
-        bias = tl.load(bias_ptr + column, mask=is_in, other=0.0).to(tl.float32)
-    x = _summed(x_ptr, residual_ptr, row, column, is_in, ADD)
-    normed = normed_row(x, weight, bias, is_in, eps, N, KIND).to(x.dtype).to(tl.float32)
-    groups = tl.reshape(normed, [GROUPS, BLOCK // GROUPS])
-    inverse, scale = scales_of(tl.max(tl.abs(groups), 1), tl.sum((groups != groups).to(tl.int32), 1), SMALLEST)
-    steps = tl.reshape(round_e4m3(groups * inverse[:, None]), [BLOCK])
-    tl.store(steps_ptr + row + column, steps.to(steps_ptr.dtype.element_ty), mask=is_in)
-    group = tl.arange(0, GROUPS)
-    tl.store(scale_ptr + tl.program_id(0).to(tl.int64) * NUM_GROUPS + group, scale, mask=group < NUM_GROUPS)
-
-
-def arguments_of(norm: Norm | None, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, int]:
-    """Weight, bias, eps and KIND of a norm. Where it has none, x takes the place of weight or bias, and is not used."""
-    if norm is None:
-        return x, x, 0.0, NO_NORM
-    return norm.weight, norm.weight if norm.bias is None else norm.bias, norm.eps, KINDS[norm.kind]
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor | ScaledRows, group: int = 0
+) -> None:
+    """`group`: inputs that share a scale in `out`; 0: it is not in fp8."""
+    (n, dim), weight, eps, kind = x.shape, x, 0.0, NO_NORM  # x takes the place of a weight or bias that is not used
+    block, num_groups = triton.next_power_of_2(dim), triton.cdiv(dim, group) if group else 0
+    if norm is not None:
+        weight, eps, kind = norm.weight, norm.eps, KINDS[norm.kind]
+    bias = weight if norm is None or norm.bias is None else norm.bias
+    results = (out.steps, out.scales) if isinstance(out, ScaledRows) else (out, out)
+    norm_kernel[(n,)](
+        x, x if residual is None else residual, weight, bias, *results, eps, N=dim, BLOCK=block,
+        GROUPS=block // group if num_groups > 1 else num_groups, NUM_GROUPS=num_groups, ADD=residual is not None,
+        KIND=kind, SMALLEST=SMALLEST, num_warps=min(8, max(1, block // 512)), **dependent(),
+    )  # fmt: skip
 
 
 def torch_add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor) -> None:
@@ -108,14 +95,7 @@ def torch_add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | 
 @kernel("norm", torch_add_norm, writes="x out")
 def add_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor) -> None:
     """x [n, dim] += residual (if any), out = norm of x, or x if there is no norm. `out` may be x."""
-    n, dim = x.shape
-    block = triton.next_power_of_2(dim)
-    weight, bias, eps, kind = arguments_of(norm, x)
-    norm_kernel[(n,)](
-        x, x if residual is None else residual, weight, bias, out, eps,
-        N=dim, BLOCK=block, ADD=residual is not None, KIND=kind,
-        num_warps=min(8, max(1, block // 512)), **dependent(),
-    )  # fmt: skip
+    _launch(x, residual, norm, out)
 
 
 def can_round(dim: int, group: int) -> bool:
@@ -132,19 +112,9 @@ def torch_add_norm_rows(x: torch.Tensor, residual: torch.Tensor | None, norm: No
 @kernel("norm_rows", torch_add_norm_rows, writes="x")
 def add_norm_rows(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, group: int) -> ScaledRows:
     """x [n, dim] += residual (if any). Returns the norm of x in fp8, with a scale for each `group` inputs of a row."""
-    n, dim = x.shape
-    block, num_groups = triton.next_power_of_2(dim), triton.cdiv(dim, group)
-    rows = ScaledRows(
-        torch.empty(n, dim, dtype=FP8, device=x.device),
-        torch.empty(n, num_groups, dtype=torch.float32, device=x.device),
-    )
-    weight, bias, eps, kind = arguments_of(norm, x)
-    norm_rows_kernel[(n,)](
-        x, x if residual is None else residual, weight, bias, rows.steps, rows.scales, eps,
-        N=dim, BLOCK=block, GROUPS=1 if num_groups == 1 else block // group, NUM_GROUPS=num_groups,
-        ADD=residual is not None, KIND=kind, SMALLEST=SMALLEST, num_warps=min(8, max(1, block // 512)),
-        **dependent(),
-    )  # fmt: skip
+    scales = torch.empty(len(x), triton.cdiv(x.shape[1], group), dtype=torch.float32, device=x.device)
+    rows = ScaledRows(torch.empty(x.shape, dtype=FP8, device=x.device), scales)
+    _launch(x, residual, norm, rows, group)
     return rows
 
 
