@@ -31,8 +31,6 @@ from worker_svc.engine.kernels.numerics import cpu_numerics
 from worker_svc.engine.loading import Loaded, ModelSource
 from worker_svc.engine.parts import load_model, make_proposer, step_parts
 from worker_svc.engine.row_part import having
-from worker_svc.engine.rows.open_rows import OpenRows
-from worker_svc.engine.rows.tables import add_tables
 from worker_svc.engine.step import NOTHING_TO_SAMPLE, CheckedStep, Logits, RowErrors, Sampled, Step, StepPart
 from worker_svc.engine.step_runner import StepRunner
 from worker_svc.engine.weight_updates import UpdatableWeights
@@ -79,12 +77,11 @@ class ModelRunner(UpdatableWeights, StepRunner):
     def _serve_model(self, source: ModelSource, loaded: Loaded, info: EngineInfo) -> None:
         """Makes the rows of a model, and the parts of its steps."""
         config = source.config
-        rows = OpenRows(config.max_num_seqs, info.max_model_len, info.block_size, info.num_blocks, info.vocab_size)
-        tables = add_tables(rows, **loaded.features())
-        self._serve(rows, tables, info)
+        self._serve(info, **loaded.features())
+        rows = self._rows
         proposer, heads = make_proposer(source, loaded, info, rows)
         self._speculate(config, proposer)
-        self._parts = step_parts(rows, tables, loaded, heads)
+        self._parts = step_parts(rows, self._tables, loaded, heads)
         self._before, self._computed = having(self._parts, StepPart.before), having(self._parts, StepPart.computed)
         self._process, self._sampled = having(self._parts, StepPart.process), having(self._parts, StepPart.sampled)
 

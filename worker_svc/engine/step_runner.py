@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from step_protocol.types import RowErrorCode
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.step_checker import StepChecker
-from worker_svc.engine.rows.tables import RowTables
+from worker_svc.engine.rows.tables import RowTables, add_tables
 from worker_svc.engine.runner import Runner
 from worker_svc.engine.speculation.drafts import DraftCounts, Proposer, RowDrafts, SuffixProposer
 from worker_svc.engine.step import CheckedStep, RowErrors
@@ -41,10 +41,12 @@ class StepRunner(Runner, ABC):
     """
 
     _rows: OpenRows
+    _tables: RowTables
 
-    def _serve(self, rows: OpenRows, tables: RowTables, info: EngineInfo) -> None:
-        """Ends the load: `rows` are the rows of the model that `info` describes, with these features."""
-        self._rows, self._tables, self.info = rows, tables, info
+    def _serve(self, info: EngineInfo, **features: Any) -> None:
+        """Ends the load: makes the rows of the model that `info` describes. `features`: as for `add_tables`."""
+        rows = OpenRows(info.max_num_seqs, info.max_model_len, info.block_size, info.num_blocks, info.vocab_size)
+        self._rows, self._tables, self.info = rows, add_tables(rows, **features), info
         self._checker = StepChecker(rows, info)
         self._drafts: RowDrafts | None = None  # None: no row speculates
         self._num_out_of_memory = 0  # consecutive steps

@@ -33,8 +33,6 @@ from worker_svc.engine.decoder.pool.block_payload import MovableBlocks
 from worker_svc.engine.row_part import RowPart
 from worker_svc.engine.rows.beams import BeamLines
 from worker_svc.engine.rows.logprobs import LogprobRows, PromptTargets, spread, to_columns
-from worker_svc.engine.rows.open_rows import OpenRows
-from worker_svc.engine.rows.tables import add_tables
 from worker_svc.engine.sampling.grammars import RowMasks, compiled_grammars
 from worker_svc.engine.sampling.processors import ProcessedRows
 from worker_svc.engine.step import CheckedStep, RowErrors
@@ -86,12 +84,9 @@ class SimRunner(StepRunner):
         for name, folder in config.adapters:
             self.adapters.load(name, folder)
         self._row_adapters = RowAdapters(info.max_num_seqs, self.adapters.find)
-        rows = OpenRows(info.max_num_seqs, info.max_model_len, info.block_size, info.num_blocks, info.vocab_size)
-        tables = add_tables(
-            rows, grammars=grammars, hidden_size=info.hidden_size, adapters=self._row_adapters, images=info.images
-        )
-        rows.add_parts(_RowHistories(self._start_history))
-        self._serve(rows, tables, info)
+        adapters = self._row_adapters
+        self._serve(info, grammars=grammars, hidden_size=info.hidden_size, adapters=adapters, images=info.images)
+        self._rows.add_parts(_RowHistories(self._start_history))
         if config.proposer not in (None, "suffix"):
             raise ValueError(f"speculate={config.speculate} needs a model that computes; a simulated worker has suffix")
         self._speculate(config)

@@ -42,8 +42,6 @@ from worker_svc.engine.pooling.config import read_pooling
 from worker_svc.engine.pooling.weights import PoolingWeights
 from worker_svc.engine.recurrent import StatePool
 from worker_svc.engine.rows.images import ImageEncoder, load_images
-from worker_svc.engine.rows.open_rows import OpenRows
-from worker_svc.engine.rows.tables import RowTables, add_tables
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +71,6 @@ class LoadedModel:
         adapters = None if self.adapters is None else self.adapters.rows
         found = decoder_features(self.checkpoint, self.setup.config, self.setup.whole, self.pooling)
         return found | {"adapters": adapters, "states": self.states, "are_logprobs_raw": True}
-
-    def rows(self, num_blocks: int, max_model_len: int) -> tuple[OpenRows, RowTables]:
-        """The table of rows on a pool, and those of their features."""
-        config, whole = self.setup.config, self.setup.whole
-        rows = OpenRows(config.max_num_seqs, max_model_len, config.block_size, num_blocks, whole.vocab_size)
-        tables = add_tables(rows, **self.features)
-        rows.add_parts(self.compute.processing.serve(rows))
-        return rows, tables
 
     def info(self, num_blocks: int, max_model_len: int, attention: str, chosen: forms.Forms) -> EngineInfo:
         """The facts about the engine with a pool. `chosen`: with these forms of its kernels."""

@@ -127,10 +127,8 @@ class DeviceRunner(StepRunner):
         self._pool = pool
         self._compute.use_cache(pool)
         self._contents = BlockContents(num_blocks, loaded.setup.config.block_size)
-        self._serve(
-            *loaded.rows(num_blocks, max_model_len),
-            loaded.info(num_blocks, max_model_len, self._attention.name, self._forms),
-        )
+        self._serve(loaded.info(num_blocks, max_model_len, self._attention.name, self._forms), **loaded.features)
+        self._rows.add_parts(self._compute.processing.serve(self._rows))
         self._parts = device_parts(self._compute, self._rows, self._tables, self._group, self._settle_all)
         self._before, self._launched = having(self._parts, DevicePart.before), having(self._parts, DevicePart.launched)
         whole, dtype = loaded.setup.whole, loaded.setup.dtype

@@ -14,7 +14,7 @@ import numpy as np
 from step_protocol.columns import F32, I64, U32, Bools
 from step_protocol.features import BeamCandidates, BeamMoves
 from step_protocol.messages import RowOpen, StepBatch
-from worker_svc.engine.row_part import RowPart
+from worker_svc.engine.row_part import SomeRows
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.step import Logits, RowErrors, Sampled, Step, StepPart
 
@@ -31,31 +31,20 @@ class BeamLines:
     counts: I64  # [P] number of candidates of each
 
 
-class BeamTable(RowPart, StepPart):
-    """The beams among the open rows."""
+class BeamTable(SomeRows[int], StepPart):
+    """The beams among the open rows: the number of candidates of each."""
 
     def __init__(self, rows: OpenRows) -> None:
+        super().__init__()
         self._rows = rows
-        self._num_candidates: I64 = np.zeros(rows.max_num_seqs, np.int64)  # 0: no beam
-        self.in_use: set[int] = set()
 
     def refusal(self, item: RowOpen) -> str | None:
         if item.num_candidates <= self._rows.vocab_size:
             return None
         return f"num_candidates is {item.num_candidates}, expected at most the vocabulary size {self._rows.vocab_size}"
 
-    def open(self, item: RowOpen) -> None:
-        self._num_candidates[item.row] = item.num_candidates
-        self.in_use.add(item.row)
-
-    def close(self, rows: U32) -> None:
-        for row in self.in_use.intersection(rows.tolist()):
-            self._num_candidates[row] = 0
-            self.in_use.discard(row)
-
-    def reset(self) -> None:
-        self._num_candidates[:] = 0
-        self.in_use.clear()
+    def _state_of(self, item: RowOpen) -> int | None:
+        return item.num_candidates or None
 
     def apply(self, batch: StepBatch, errors: RowErrors) -> None:
         """Lets beams continue other beams. An invalid row fails and is closed."""
@@ -73,16 +62,15 @@ class BeamTable(RowPart, StepPart):
             self._rows.continue_from(sources, targets, token_ids[is_good])
 
     def _are_beams(self, rows: U32) -> Bools:
-        known = np.minimum(rows, self._rows.max_num_seqs - 1)
-        are: Bools = (rows == known) & self._rows.is_open[known] & (self._num_candidates[known] > 0)
-        return are
+        return np.array([row in self.in_use and bool(self._rows.is_open[row]) for row in rows.tolist()], np.bool_)
 
     def lines(self, rows: I64) -> BeamLines | None:
         """The beams among the sampling rows of a step; None if there are none."""
         if not self.in_use:
             return None
-        lines = np.flatnonzero(self._num_candidates[rows])
-        return BeamLines(lines, rows[lines], self._num_candidates[rows[lines]]) if len(lines) else None
+        counts = np.array([self.in_use.get(row, 0) for row in rows.tolist()], np.int64)
+        lines = np.flatnonzero(counts)
+        return BeamLines(lines, rows[lines], counts[lines]) if len(lines) else None
 
     def process(self, step: Step, logits: Logits) -> None:
         if (beams := self.lines(logits.rows)) is not None:
