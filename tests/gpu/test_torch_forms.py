@@ -3,6 +3,7 @@ which a worker falls back to it."""
 
 from __future__ import annotations
 
+import ast
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from worker_svc.engine.backend import BackendUnavailableError, NoDeviceError
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.decoder.parse import parse_config
 from worker_svc.engine.engines import load_runner
+from worker_svc.engine.gpu import kernels
 from worker_svc.engine.gpu.collectives.group import Group
 from worker_svc.engine.gpu.kernels import language
 from worker_svc.engine.gpu.layers.weights import shard_config
@@ -235,3 +237,21 @@ def test_a_machine_without_a_usable_gpu_serves_on_the_cpu(tmp_path, caplog, plan
     expected = Driver(load_runner(EngineConfig(folder, dtype="bfloat16", block_size=64, **fields), lambda _: None))
     run_mixed(expected)
     assert [row.tokens for row in driver.rows.values()] == [row.tokens for row in expected.rows.values()]
+
+
+def functions_of(path):
+    tree = ast.parse(path.read_text())
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("path", sorted(Path(kernels.__path__[0]).rglob("*.py")), ids=lambda path: path.stem)
+def test_both_forms_of_a_kernel_have_the_same_arguments(path):
+    functions = functions_of(path)
+    for function in functions.values():
+        for call in function.decorator_list:
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "kernel":
+                form = functions[ast.unparse(call.args[1])]
+                names = [[arg.arg for arg in (*one.args.args, *one.args.kwonlyargs)] for one in (function, form)]
+                assert names[0] == names[1]
+                defaults = [list(map(ast.unparse, one.args.defaults)) for one in (function, form)]
+                assert defaults[0] == defaults[1]

@@ -152,13 +152,7 @@ def output_positions(lines: SampleLines, state: torch.Tensor, out: torch.Tensor)
     )
 
 
-def torch_accept(
-    lines: SampleLines,
-    state: torch.Tensor,
-    sampled: tuple[torch.Tensor, torch.Tensor],
-    tables: DraftTables,
-    kept: torch.Tensor,
-) -> None:
+def torch_accept(lines, state, sampled, tables, kept):
     tokens, statuses = sampled
     history, drafts = tables
     kept[: len(lines.rows)] = -1

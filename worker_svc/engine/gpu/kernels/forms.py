@@ -67,8 +67,9 @@ def chosen() -> Forms:
     return _chosen.get()
 
 
-def kernel(name: str, torch_form: Callable[P, T], writes: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Gives a function that launches kernels a torch form. `writes`: the arguments that it changes."""
+def kernel(name: str, torch_form: Callable[..., Any], writes: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Gives a function that launches kernels a torch form with the same arguments, whose types the function declares.
+    `writes`: the arguments that it changes."""
 
     def decorate(launch: Callable[P, T]) -> Callable[P, T]:
         pair = Kernel(name, launch, torch_form, tuple(writes.split()))

@@ -60,17 +60,7 @@ def prepare_kernel(
             tl.store(slot_ptr + token, block * PAGE + position % PAGE, mask=is_token)
 
 
-def torch_prepare(
-    state: torch.Tensor,
-    num_rows: torch.Tensor,
-    rows: torch.Tensor,
-    starts: torch.Tensor,
-    contexts: torch.Tensor,
-    known: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    block_size: int,
-    drafts: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
+def torch_prepare(state, num_rows, rows, starts, contexts, known, out, block_size, drafts=None):
     count = int(num_rows)
     if drafts is not None:
         of_rows = state[rows[:count].long(), WORDS["num_tokens"]] - 1

@@ -127,10 +127,7 @@ def _drafts_before(line: int, drafts: Drafts) -> list[int]:
     return found
 
 
-def torch_process(
-    logits: torch.Tensor, state: torch.Tensor, rows: torch.Tensor, added: torch.Tensor, counts: torch.Tensor,
-    first_id: int = 0, drafts: Drafts = None,
-) -> torch.Tensor:  # fmt: skip
+def torch_process(logits, state, rows, added, counts, first_id=0, drafts=None):
     out = logits.to(torch.float32, copy=True)
     for line, row in enumerate(rows.tolist()):
         if row < 0 or not int(state[row, WORDS["is_processed"]]):
@@ -149,15 +146,7 @@ def torch_process(
     return out
 
 
-def torch_ban_bad_words(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    words: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    recent: torch.Tensor,
-    first_id: int,
-    drafts: Drafts = None,
-) -> None:
+def torch_ban_bad_words(logits, rows, positions, words, recent, first_id, drafts=None):
     ranges, starts, ids = (part.tolist() for part in words)
     for line, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
         for word in range(*ranges[row]) if row >= 0 else ():
@@ -170,14 +159,7 @@ def torch_ban_bad_words(
                 logits[line, last - first_id] = -torch.inf
 
 
-def torch_record_tokens(
-    tokens: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    counts: torch.Tensor,
-    recent: torch.Tensor,
-    first_id: int,
-) -> None:
+def torch_record_tokens(tokens, rows, positions, counts, recent, first_id):
     lines = (rows >= 0).nonzero().flatten()
     rows, tokens = rows[lines].long(), tokens[lines]
     recent[rows, positions[lines].long() % RECENT] = tokens

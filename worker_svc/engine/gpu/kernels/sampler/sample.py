@@ -189,17 +189,7 @@ def whole_vocabulary(logits: torch.Tensor, group: Group) -> torch.Tensor:
     return group.all_gather(padded).movedim(0, 1).flatten(1)
 
 
-def torch_sample(
-    logits: torch.Tensor,
-    state: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    lowest: torch.Tensor | None,
-    scratch: tuple[torch.Tensor, torch.Tensor],
-    out: tuple[torch.Tensor, torch.Tensor],
-    first_id: int = 0,
-    group: Group = ALONE,
-) -> None:
+def torch_sample(logits, state, rows, positions, lowest, scratch, out, first_id=0, group=ALONE):
     whole = whole_vocabulary(logits, group).float().cpu().numpy()
     for line, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
         if row < 0:
