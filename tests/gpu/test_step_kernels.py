@@ -10,7 +10,7 @@ import triton.language as tl
 
 from bench.gpu.checks.references import prepared
 from tests.gpu.builders import DEVICE, DTYPES, TOLERANCE, ints, relative_error
-from worker_svc.engine.backend import HeadShape, Norm, RotaryTable
+from worker_svc.engine.backend import HeadShape, Norm, QkvPart, RotaryTable
 from worker_svc.engine.cpu.torch_ops import split_heads
 from worker_svc.engine.gpu.kernels import activation, fp8, norm, prepare, record, rope_store
 from worker_svc.engine.gpu.kernels.linears import linear
@@ -84,7 +84,7 @@ def run_rope(shape, dtype, *, has_norms, is_wide=False, turned=None, kind="rms",
     pools = tuple(blocks[1:-1] for blocks in guarded)
     q = torch.full((7, shape.num_q_heads, dim), float("nan"), dtype=dtype, device=DEVICE)
     rope_store.rope_store(qkv, norms, rotary, positions, slots, pools, q, shape)
-    expected = split_heads(qkv, norms, rotary, positions, shape)
+    expected = split_heads(qkv, QkvPart(shape, rotary, norms), positions)
     return q, guarded, slots + block_size, expected
 
 
@@ -177,7 +177,7 @@ def test_rope_store_in_fp8(dim, dtype):
     pools = tuple(torch.zeros(2, 4, 2, dim, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
     q = torch.empty(5, 4, dim, dtype=dtype, device=DEVICE)
     rope_store.rope_store(qkv, None, rotary, positions, slots, pools, q, shape, scales)
-    wanted = split_heads(qkv, None, rotary, positions, shape)
+    wanted = split_heads(qkv, QkvPart(shape, rotary), positions)
     assert relative_error(q, wanted[0]) < TOLERANCE[dtype]
     stored, places = slots >= 0, slots[slots >= 0].long()
     for pool, exact, scale in zip(pools, wanted[1:], scales, strict=True):

@@ -260,6 +260,15 @@ class RotaryTable:
         return replace(self, cos=self.cos.to(device), sin=self.sin.to(device), q_scales=q_scales)
 
 
+@dataclass(frozen=True, slots=True)
+class QkvPart:
+    """How the queries and keys of a layer are made from its projections [q | k | v]."""
+
+    heads: HeadShape
+    rotary: RotaryTable | None  # None: they are not rotated
+    norms: tuple[Norm, Norm] | None = None  # each spans as many numbers as its weight has. None: there are none
+
+
 class Linear(Protocol):
     """A loaded weight. Maps [n, in] to [n, out]."""
 
@@ -344,6 +353,14 @@ class LatentAttention:
     def linears(self) -> Iterator[Linear]:
         """All linear layers."""
         yield from (*(() if self.query is None else (self.query,)), *self.absorb, *self.expand)
+
+
+class LatentTokens(NamedTuple):
+    """Projections of T tokens for latent attention. Rows may be parts of longer ones."""
+
+    q: torch.Tensor  # [T, heads * query_dim]
+    latents: torch.Tensor  # [T, rank + rope_dim]
+    rotary: RotaryTable
 
 
 class Module(NamedTuple):
@@ -472,17 +489,10 @@ class LayerBackend(LinearMaker, RowOperations, Protocol):
     is_batched: bool  # False: rows, and the tokens of a decoder, must be computed one by one to be independent
 
     def qk_norm_rope_store(
-        self,
-        qkv: torch.Tensor,
-        norms: tuple[Norm, Norm] | None,
-        rotary: RotaryTable | None,
-        batch: ForwardBatch,
-        cache: Cache,
-        q_out: torch.Tensor,
-        shape: HeadShape,
+        self, qkv: torch.Tensor, part: QkvPart, batch: ForwardBatch, cache: Cache, q_out: torch.Tensor
     ) -> None:
-        """Splits fused qkv [T, heads, dim]; norms, rotates and scales q and k where given. Writes q to q_out
-        [T, q_heads, dim], k and v to the slots of the batch. A norm spans as many numbers as its weight has."""
+        """Splits fused qkv [T, heads, dim]; norms, rotates and scales q and k. Writes q to q_out [T, q_heads, dim], k
+        and v to the slots of the batch."""
 
     def paged_attention(
         self, q: torch.Tensor, cache: Cache, batch: ForwardBatch, out: torch.Tensor, shape: AttentionShape
@@ -521,30 +531,16 @@ class Backend(LayerBackend, DecoderRowOperations, Protocol):
         of the batch's rows, and takes its snapshots."""
 
     def latent_rope_store(
-        self,
-        q: torch.Tensor,
-        latents: torch.Tensor,
-        norm: Norm,
-        rotary: RotaryTable,
-        batch: ForwardBatch,
-        cache: torch.Tensor,
-        q_out: torch.Tensor,
-        shape: LatentShape,
+        self, tokens: LatentTokens, part: LatentAttention, batch: ForwardBatch, cache: torch.Tensor, q_out: torch.Tensor
     ) -> None:
-        """Rows of q [T, heads * query_dim] and latents [T, rank + rope_dim] may be parts of longer rows. Norms the
-        latents and rotates the rest, into the slots of cache [num_blocks, block_size, width]. Rotates the last numbers
-        of each query, into those of q_out [T, heads, width] after the first `rank`. Fills both up with zeros."""
+        """Norms the latents and rotates the rest, into the slots of cache [num_blocks, block_size, width]. Rotates the
+        last numbers of each query, into those of q_out [T, heads, width] after the first `rank`. Fills both up with
+        zeros."""
 
     def latent_attention(
-        self,
-        q: torch.Tensor,
-        cache: torch.Tensor,
-        batch: ForwardBatch,
-        out: torch.Tensor,
-        shape: LatentShape,
-        scale: float,
-    ) -> None:
-        """Causal attention of q [T, heads, width] over each row's latents, into out [T, heads, rank]."""
+        self, q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, shape: LatentShape, scale: float
+    ) -> torch.Tensor:
+        """Causal attention of q [T, heads, width] over each row's latents: [T, heads, rank]."""
 
     def experts(
         self, x: torch.Tensor, router_logits: torch.Tensor, experts: ExpertLinears, activation: str, out: torch.Tensor

@@ -13,7 +13,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from worker_svc.engine.backend import AttentionShape, Cache, ForwardBatch, LayerBackend, Linear, Norm, RotaryTable
+from worker_svc.engine.backend import (
+    AttentionShape,
+    Cache,
+    ForwardBatch,
+    LayerBackend,
+    Linear,
+    Norm,
+    QkvPart,
+    RotaryTable,
+)
 from worker_svc.engine.checkpoint.architecture import NormKind
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 
@@ -135,7 +144,7 @@ class LayerRunner:
         """Stores the keys and values of [q | k | v]; the output of the heads [T, q_heads * head_dim]."""
         heads = own.shape.heads
         q = qkv.new_empty(len(qkv), heads.num_q_heads, heads.head_dim)
-        self.backend.qk_norm_rope_store(qkv, None, own.rotary, own.batch, own.cache, q, heads)
+        self.backend.qk_norm_rope_store(qkv, QkvPart(heads, own.rotary), own.batch, own.cache, q)
         return self._heads(q, own)
 
     def _heads(self, q: torch.Tensor, to: AttentionInput) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
-from worker_svc.engine.backend import Norm, RotaryTable
+from worker_svc.engine.backend import Norm, QkvPart, RotaryTable
 from worker_svc.engine.cpu.torch_ops import split_heads
 from worker_svc.engine.gpu.kernels import activation, fp8, norm, rope_store
 from worker_svc.engine.gpu.kernels.linears import linear
@@ -147,7 +147,7 @@ def rope_store_cases(setup: Setup) -> Iterator[Case]:
     heads, count = setup.model.heads, len(POSITIONS)
     qkv = setup.random(count, (heads.num_q_heads + 2 * heads.num_kv_heads) * heads.head_dim)
     norms, rotary, positions = _qk_norms(setup), _rotary(setup), setup.ints(*POSITIONS)
-    q, *stored = split_heads(qkv, norms, rotary, positions, heads)
+    q, *stored = split_heads(qkv, QkvPart(heads, rotary, norms), positions)
     scales = None
     if setup.has_scaled_cache:
         scales = 2.0 ** (torch.arange(2 * heads.num_kv_heads, device=setup.device).view(2, -1) % 3 - 1.0)

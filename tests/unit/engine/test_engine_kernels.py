@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape, KVLayout, Norm, RotaryTable
+from worker_svc.engine.backend import AttentionShape, ForwardBatch, HeadShape, KVLayout, Norm, QkvPart, RotaryTable
 from worker_svc.engine.cpu.backend import CpuBackend, make_backend
 from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.decoder.rotary import QueryScaling, Rotary
@@ -233,7 +233,7 @@ def check_rope_store(backends, randn, dtype, norm, shape, block_size, unrotated,
         pool = KVCachePool([KVLayout.of(shape)], 512 // block_size, block_size, dtype)
         batch = mixed_batch(pool, shape, [1, 100, 19], [50, 0, 131])
         q = qkv.new_empty(120, shape.num_q_heads, shape.head_dim)
-        backend.qk_norm_rope_store(qkv, norms, table, batch, pool.layer(0), q, shape)
+        backend.qk_norm_rope_store(qkv, QkvPart(shape, table, norms), batch, pool.layer(0), q)
         pools = tuple(pool.tensors)
         results.append((q, *(plain_layout(backend, *pools) if backend is backends[0] else pools)))
     assert_close(results[0][0], results[1][0], dtype)
@@ -275,7 +275,7 @@ def test_store_and_attention_agree_on_the_layout(backends, randn):
     qkv = randn(9, 48)
     q, out = torch.empty(9, 1, 16), torch.empty(9, 1, 16)
     table = Rotary(torch.zeros(8)).table(16)
-    kernels.qk_norm_rope_store(qkv, None, table, batch, pool.layer(0), q, shape)
+    kernels.qk_norm_rope_store(qkv, QkvPart(shape, table), batch, pool.layer(0), q)
     kernels.paged_attention(q, pool.layer(0), batch, out, AttentionShape(shape, 0.25))
     plain_q, k, v = qkv.split(16, dim=1)
     expected = torch.nn.functional.scaled_dot_product_attention(plain_q[None], k[None], v[None], is_causal=True)[0]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.models import load_reference, make_model
 from tests.unit.engine.test_engine_models import check_against, load, prompts
-from worker_svc.engine.backend import ForwardBatch, KVLayout, LatentShape, Norm
+from worker_svc.engine.backend import ForwardBatch, KVLayout, LatentAttention, LatentShape, LatentTokens, Norm
 from worker_svc.engine.checkpoint.model_folder import CheckpointError
 from worker_svc.engine.checkpoint.tensors import Checkpoint
 from worker_svc.engine.cpu.backend import make_backend
@@ -87,10 +87,10 @@ def run(backend, shape, pool, tables, chunks):
     )
     wide = torch.full((len(q), shape.num_heads, shape.width), float("nan"), dtype=q.dtype)
     cache, norm = pool.latents(0), norm_of(shape, q.dtype)
-    backend.latent_rope_store(q, latents, norm, rotary_of(shape), batch, cache, wide, shape)
+    part = LatentAttention(shape, None, None, norm, [], [])
+    backend.latent_rope_store(LatentTokens(q, latents, rotary_of(shape)), part, batch, cache, wide)
     wide[..., : shape.rank] = absorbed
-    out = torch.empty_like(absorbed)
-    backend.latent_attention(wide, cache, batch, out, shape, 0.125)
+    out = backend.latent_attention(wide, cache, batch, shape, 0.125)
     return list(out.split(np.diff(batch.query_starts).tolist()))
 
 

@@ -51,13 +51,7 @@ def adapter_structs(rows: Sequence[AdapterRows]) -> ctypes.Array[Any]:
         if not isinstance(part.adapter, KernelAdapter):
             raise TypeError(f"forward.cpp computes adapters of type KernelAdapter, not {type(part.adapter).__name__}")
         structs.append(
-            ADAPTER(
-                sites=part.adapter.structs,
-                tokens=part.tokens,
-                heads=part.heads,
-                num_tokens=len(part.tokens),
-                num_heads=len(part.heads),
-            )
+            ADAPTER.of(part, sites=part.adapter.structs, num_tokens=len(part.tokens), num_heads=len(part.heads))
         )
     return array(structs)
 

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from ctypes import byref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,21 +25,23 @@ from worker_svc.engine.backend import (
     ExpertLinears,
     ForwardBatch,
     HeadShape,
+    LatentAttention,
     LatentShape,
+    LatentTokens,
     Linear,
     Norm,
     PackedAdapter,
+    QkvPart,
     RecurrentWeights,
-    RotaryTable,
     SamplingColumns,
     TopLogprobs,
 )
 from worker_svc.engine.config import Determinism, Quantization
 from worker_svc.engine.cpu import torch_ops
-from worker_svc.engine.cpu.fused import ACTIVATIONS, NORM_KINDS, FusedModel, fuse, latent_struct
+from worker_svc.engine.cpu.fused import ACTIVATIONS, NORM_KINDS, FusedModel, fuse, latent_struct, rotary_struct
 from worker_svc.engine.cpu.recurrent import recurrence_struct, state_rows_struct
 from worker_svc.engine.cpu.reference import ReferenceBackend
-from worker_svc.engine.kernels.binding import address_of
+from worker_svc.engine.kernels.binding import Struct, address_of, struct
 from worker_svc.engine.kernels.build import KernelBuildError, load_kernels
 from worker_svc.engine.kernels.four_bits import FourBitRows, FourBitUnits, units_of
 from worker_svc.engine.kernels.linear import BFLOAT16, FLOAT32, INT8, KernelLinear
@@ -53,6 +56,9 @@ if TYPE_CHECKING:
     from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 
 logger = logging.getLogger(__name__)
+
+QK_NORMS, QKV_SHAPE, LATENT_TOKENS = struct("QkNorms"), struct("QkvShape"), struct("LatentTokens")
+ATTENTION_ROWS, SCORES, POSITION_BIAS = struct("AttentionRows"), struct("Scores"), struct("PositionBias")
 
 
 def _is_bf16(x: torch.Tensor) -> bool:
@@ -128,39 +134,31 @@ class CpuBackend:
         )  # fmt: skip
 
     def qk_norm_rope_store(
-        self,
-        qkv: torch.Tensor,
-        norms: tuple[Norm, Norm] | None,
-        rotary: RotaryTable | None,
-        batch: ForwardBatch,
-        cache: Cache,
-        q_out: torch.Tensor,
-        shape: HeadShape,
+        self, qkv: torch.Tensor, part: QkvPart, batch: ForwardBatch, cache: Cache, q_out: torch.Tensor
     ) -> None:
-        q_norm, k_norm = norms or (None, None)
-        kind, q_weight, _, eps = _parts_of(q_norm)
-        k_weight = None if k_norm is None else k_norm.weight
-        widths = (0 if weight is None else len(weight) for weight in (q_weight, k_weight))
-        rotation: tuple[Any, ...] = (None, None, 0, None, False, False)
-        if rotary is not None:
-            dims = 2 * rotary.cos.shape[1]
-            rotation = rotary.cos, rotary.sin, dims, rotary.q_scales, rotary.is_interleaved, rotary.is_first
+        norms, rotation = QK_NORMS(), rotary_struct(part.rotary)
+        if part.norms is not None:
+            (q, k), kind = part.norms, NORM_KINDS[part.norms[0].kind]
+            widths = {"q_width": len(q.weight), "k_width": len(k.weight)}
+            norms = QK_NORMS(q=q.weight, k=k.weight, **widths, kind=kind, eps=q.eps)
         self._kernels.quire_qk_norm_rope_store(
-            *(_is_bf16(qkv), qkv, kind, q_weight, k_weight, *widths, *rotation, batch.positions, batch.slots, *cache),
-            *(q_out, len(batch.positions), shape.num_q_heads, shape.num_kv_heads, shape.head_dim, cache[0].shape[-1]),
-            *(eps, self._threads),
+            *(_is_bf16(qkv), qkv, byref(norms), byref(rotation), batch.positions, batch.slots, *cache, q_out),
+            *(len(batch.positions), byref(_shape_struct(part.heads, cache)), self._threads),
         )
 
     def paged_attention(
         self, q: torch.Tensor, cache: Cache, batch: ForwardBatch, out: torch.Tensor, shape: AttentionShape
     ) -> None:
-        heads, bias = shape.heads, shape.bias
-        biases = (None, 0, 0) if bias is None else (bias.values, bias.zero, bias.values.shape[1])
+        bias = shape.bias
+        scores = SCORES(
+            scale=shape.scale, cap=shape.soft_cap or 0.0, window=shape.window or 0, chunk=shape.chunk or 0,
+            bias=POSITION_BIAS() if bias is None else POSITION_BIAS.of(bias, stride=bias.values.shape[1]),
+            sinks=shape.sinks,
+        )  # fmt: skip
+        rows = _rows_struct(batch, is_full=not shape.is_causal)
         self._kernels.quire_paged_attention(
-            *(_is_bf16(q), q, *cache, out, *_rows_of(batch), batch.key_lens, len(batch.rows)),
-            *(heads.num_q_heads, heads.num_kv_heads, heads.head_dim, cache[0].shape[-1]),
-            *(shape.scale, shape.soft_cap or 0.0, shape.window or 0, shape.chunk or 0, shape.sinks),
-            *(not shape.is_causal, *biases, self._threads),
+            *(_is_bf16(q), q, *cache, out, byref(rows), byref(_shape_struct(shape.heads, cache)), byref(scores)),
+            self._threads,
         )
 
     def gate_outputs(self, out: torch.Tensor, gate: torch.Tensor) -> None:
@@ -171,7 +169,7 @@ class CpuBackend:
     ) -> torch.Tensor:
         spec = states.spec(index)
         out = projected.new_empty(len(projected), spec.num_values)
-        layer, rows = map(ctypes.byref, (recurrence_struct(weights, states, index), state_rows_struct(batch)))
+        layer, rows = map(byref, (recurrence_struct(weights, states, index), state_rows_struct(batch)))
         self._kernels.quire_recurrent(
             *(_is_bf16(projected), layer, rows, projected, out),
             *(len(projected), self._threads),
@@ -179,37 +177,25 @@ class CpuBackend:
         return out
 
     def latent_rope_store(
-        self,
-        q: torch.Tensor,
-        latents: torch.Tensor,
-        norm: Norm,
-        rotary: RotaryTable,
-        batch: ForwardBatch,
-        cache: torch.Tensor,
-        q_out: torch.Tensor,
-        shape: LatentShape,
+        self, tokens: LatentTokens, part: LatentAttention, batch: ForwardBatch, cache: torch.Tensor, q_out: torch.Tensor
     ) -> None:
-        sizes = ctypes.byref(latent_struct(shape))
+        q, latents = tokens.q, tokens.latents
+        strides = {"q_stride": q.stride(0), "latent_stride": latents.stride(0)}
+        given = LATENT_TOKENS(q=q, latents=latents, n=len(q), **strides)
         self._kernels.quire_latent_rope_store(
-            *(_is_bf16(q), q, q.stride(0), latents, latents.stride(0), len(q), norm.weight, norm.eps),
-            *(rotary.cos, rotary.sin, batch.positions, batch.slots, cache, q_out),
-            *(sizes, self._threads),
+            *(_is_bf16(q), byref(given), part.norm.weight, part.norm.eps, byref(rotary_struct(tokens.rotary))),
+            *(batch.positions, batch.slots, cache, q_out, byref(latent_struct(part.shape)), self._threads),
         )
 
     def latent_attention(
-        self,
-        q: torch.Tensor,
-        cache: torch.Tensor,
-        batch: ForwardBatch,
-        out: torch.Tensor,
-        shape: LatentShape,
-        scale: float,
-    ) -> None:
-        sizes = ctypes.byref(latent_struct(shape))
+        self, q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, shape: LatentShape, scale: float
+    ) -> torch.Tensor:
+        out = q.new_empty(len(q), shape.num_heads, shape.rank)
         self._kernels.quire_latent_attention(
-            *(_is_bf16(q), q, cache, out, *_rows_of(batch), len(batch.rows), cache.shape[1]),
-            *(sizes, scale, self._threads),
+            *(_is_bf16(q), q, cache, out, byref(_rows_struct(batch)), cache.shape[1], byref(latent_struct(shape))),
+            *(scale, self._threads),
         )
+        return out
 
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         kind = ACTIVATIONS[activation]
@@ -278,8 +264,13 @@ def _parts_of(norm: Norm | None) -> tuple[int, torch.Tensor | None, torch.Tensor
     return (0, None, None, 0.0) if norm is None else (NORM_KINDS[norm.kind], norm.weight, norm.bias, norm.eps)
 
 
-def _rows_of(batch: ForwardBatch) -> tuple[Any, ...]:
-    return batch.tables, batch.tables.shape[1], batch.rows, batch.query_starts, batch.context_lens
+def _rows_struct(batch: ForwardBatch, **fields: Any) -> Struct:
+    return ATTENTION_ROWS.of(batch, table_stride=batch.tables.shape[1], count=len(batch.rows), **fields)
+
+
+def _shape_struct(heads: HeadShape, cache: Cache) -> Struct:
+    sizes = {"q_heads": heads.num_q_heads, "kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
+    return QKV_SHAPE(**sizes, block_size=cache[0].shape[-1])
 
 
 def make_backend(name: str, threads: int, determinism: Determinism, quantize: Quantization | None = None) -> Backend:

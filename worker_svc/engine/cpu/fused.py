@@ -45,14 +45,6 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3, "clamped_swiglu
 SHARED_KINDS = {"none": 0, "whole": 1, "gated": 2}
 NORM_KINDS = {"rms": 0, "rms_offset": 1, "layer": 2}
 
-# Fields that have the same name in `Routing` and `Experts`, and in both forms of `LatentShape`.
-OF_ROUTING = (
-    "num_experts", "top_k", "is_normalized", "is_sigmoid", "num_groups", "top_groups", "group_best", "scales_inputs",
-    "is_float32", "scale",
-)  # fmt: skip
-OF_LATENTS = ("rank", "rope_dim", "key_dim", "value_dim", "width", "is_interleaved")
-
-
 # In the order of `OpKind` in forward.cpp.
 EMBED, LINEAR, LINEAR_OF_NORM, ATTEND, RECUR, KEEP_HEADS, EXPERTS, OUTPUT, END_LAYER = range(9)
 ATTEND_LATENTS, EXPAND_LATENTS, ADD, LAYER_INPUTS, GATE_INPUT, SUM = range(9, 15)
@@ -71,7 +63,7 @@ class _Recorder:
     def _record(
         self, kind: int, layer: int = 0, site: int = 0, norm: Norm | None = None, **fields: Any
     ) -> torch.Tensor:
-        self.ops.append(OP_STRUCT(kind=kind, layer=layer, site=site, norm=_norm_struct(norm), **fields))
+        self.ops.append(OP_STRUCT(kind=kind, layer=layer, site=site, norm=NORM_STRUCT.of(norm), **fields))
         return PLACE
 
     def embed(self) -> torch.Tensor:
@@ -126,17 +118,15 @@ class _Recorder:
         self, part: RoutedExperts, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None
     ) -> torch.Tensor:
         experts, routing = part.experts, part.experts.routing
-        struct = EXPERTS_STRUCT(
+        struct = EXPERTS_STRUCT.of(
+            routing,
+            experts,
             router=linear_struct(part.router),
             gate_up=linear_structs(experts.gate_up),
             down=linear_structs(experts.down),
-            correction=experts.correction,
-            scales=experts.scales,
             shared=SHARED_KINDS[routing.shared],
-            is_gated=experts.is_gated,
-            **{name: getattr(routing, name) for name in OF_ROUTING},
         )
-        is_beside, router_norm = part.router_norm is not None, _norm_struct(part.router_norm)
+        is_beside, router_norm = part.router_norm is not None, NORM_STRUCT.of(part.router_norm)
         adds = residual is not None
         self._record(
             EXPERTS, norm=norm, adds_residual=adds, experts=struct, router_norm=router_norm, is_beside=is_beside
@@ -179,18 +169,18 @@ class FusedModel:
         recurrences = [_recurrence(layer, pool, index) for index, layer in enumerate(parts.layers)]
         self._kept = parts, pool, recurrences  # the model points to their memory
         widest = {name: max(widths) for name, widths in _widths(parts).items()}
-        self._model = MODEL_STRUCT(
+        self._model = MODEL_STRUCT.of(
+            parts,
+            config,
             layers=array([
                 _layer_struct(layer, config.layers[index], parts.rotary(index), pool, index, recurrences[index])
                 for index, layer in enumerate(parts.layers)
             ]),
             ops=array(recorder.ops),
-            embedding=parts.embedding,
-            position_embedding=parts.position_embedding,
             layer_embedding=None if parts.per_layer is None else parts.per_layer.embedding,
             layer_vocab=config.layer_input_vocab,
             layer_width=config.layer_input_width,
-            final_norm=_norm_struct(parts.final_norm),
+            final_norm=NORM_STRUCT.of(parts.final_norm),
             head=LINEAR_STRUCT() if parts.head is None else linear_struct(parts.head),
             num_layers=len(parts.layers),
             num_ops=len(recorder.ops),
@@ -198,14 +188,11 @@ class FusedModel:
             block_size=pool.block_size,
             norm_kind=NORM_KINDS[config.norm],
             activation=ACTIVATIONS[config.activation],
-            is_gated=config.is_gated,
             is_bf16=parts.embedding.dtype is torch.bfloat16,
             threads=threads,
             eps=config.norm_eps,
             scale=config.attention_scale,
             embedding_scale=float(torch.tensor(config.embedding_scale, dtype=parts.embedding.dtype)),
-            residual_scale=config.residual_scale,
-            logit_scale=config.logit_scale,
             attention_cap=config.attention_soft_cap or 0.0,
             logit_cap=config.logit_soft_cap or 0.0,
             **widest,
@@ -372,13 +359,14 @@ def _layer_struct(
     layer: Layer, spec: LayerSpec, rotary: RotaryTable | None, pool: KVCachePool, index: int, recurrence: Struct | None
 ) -> Struct:
     (q_norm, k_norm), heads, cache = layer.qk_norms or (None, None), spec.heads, pool.parts(index)
-    return LAYER_STRUCT(
+    return LAYER_STRUCT.of(
+        spec,
         q_norm=None if q_norm is None else q_norm.weight,
         k_norm=None if k_norm is None else k_norm.weight,
         v_norm=None if layer.value_norm is None else layer.value_norm.weight,
         q_width=0 if q_norm is None else len(q_norm.weight),
         k_width=0 if k_norm is None else len(k_norm.weight),
-        rotary=_rotary_struct(rotary),
+        rotary=rotary_struct(rotary),
         window=spec.window or 0,
         chunk=spec.chunk or 0,
         sinks=layer.sinks,
@@ -389,7 +377,6 @@ def _layer_struct(
         head_dim=heads.head_dim,
         stores_kv=spec.kv_owner is None,
         recurrence=None if recurrence is None else ctypes.addressof(recurrence),
-        mixed_width=spec.mixed_width,
         has_gate=spec.has_output_gate,
         group=pool.group_of[index],
     )
@@ -397,22 +384,9 @@ def _layer_struct(
 
 def latent_struct(shape: LatentShape) -> Struct:
     """The struct of latents.cpp."""
-    sizes = {name: getattr(shape, name) for name in OF_LATENTS}
-    return LATENT_SHAPE(heads=shape.num_heads, **sizes)
+    return LATENT_SHAPE.of(shape, heads=shape.num_heads)
 
 
-def _norm_struct(norm: Norm | None) -> Struct:
-    return NORM_STRUCT() if norm is None else NORM_STRUCT(weight=norm.weight, bias=norm.bias)
-
-
-def _rotary_struct(rotary: RotaryTable | None) -> Struct:
-    if rotary is None:
-        return ROTARY_STRUCT()
-    return ROTARY_STRUCT(
-        cos=rotary.cos,
-        sin=rotary.sin,
-        dims=2 * rotary.cos.shape[1],
-        q_scales=rotary.q_scales,
-        is_interleaved=rotary.is_interleaved,
-        is_first=rotary.is_first,
-    )
+def rotary_struct(rotary: RotaryTable | None) -> Struct:
+    """The rotation as kernels take it."""
+    return ROTARY_STRUCT() if rotary is None else ROTARY_STRUCT.of(rotary, dims=2 * rotary.cos.shape[1])

@@ -22,27 +22,16 @@ KINDS = {"gated_delta": 0, "mamba2": 1, "short_conv": 2}
 def recurrence_struct(weights: RecurrentWeights, pool: StatePool, index: int) -> Struct:
     """A layer over its states."""
     spec = pool.spec(index)
-    return RECURRENCE_STRUCT(
+    return RECURRENCE_STRUCT.of(
+        spec,
+        weights,
         kind=KINDS[spec.kind],
         key_heads=spec.num_key_heads,
         heads=spec.num_heads,
-        key_dim=spec.key_dim,
-        value_dim=spec.value_dim,
-        kernel=spec.kernel,
-        channels=spec.channels,
-        width=spec.width,
         norm_width=spec.norm_width or spec.num_values,
-        norms_first=spec.norms_first,
         norm_is_shared=weights.norm is not None and len(weights.norm) == spec.norm_width,
         slot_stride=pool.slots.shape[1],
-        conv=weights.conv,
-        conv_bias=weights.conv_bias,
-        decay=weights.decay,
-        step_bias=weights.step_bias,
-        skip=weights.skip,
-        norm=weights.norm,
         states=pool.layer(index),
-        eps=spec.eps,
         min_step=spec.step_limits[0],
         max_step=spec.step_limits[1],
     )
@@ -51,10 +40,9 @@ def recurrence_struct(weights: RecurrentWeights, pool: StatePool, index: int) ->
 def state_rows_struct(batch: ForwardBatch) -> Struct:
     """The rows of a batch."""
     snapshots = taken(batch)
-    return STATE_ROWS_STRUCT(
+    return STATE_ROWS_STRUCT.of(
+        batch,
         slots=batch.rows,
-        query_starts=batch.query_starts,
-        context_lens=batch.context_lens,
         snapshot_starts=snapshots.starts,
         snapshot_ends=snapshots.ends,
         snapshot_slots=snapshots.slots,

@@ -23,12 +23,14 @@ from worker_svc.engine.backend import (
     ExpertLinears,
     ForwardBatch,
     HeadShape,
+    LatentAttention,
     LatentShape,
+    LatentTokens,
     Linear,
     Norm,
     PackedAdapter,
+    QkvPart,
     RecurrentWeights,
-    RotaryTable,
     SamplingColumns,
     TopLogprobs,
 )
@@ -53,6 +55,7 @@ class ReferenceBackend:
     is_batched = True
     arithmetic = "fixed point"
     num_weight_bytes = 0
+    _normed = staticmethod(torch_ops.normed)
 
     def __init__(self, determinism: Determinism, quantize: Quantization | None = None) -> None:
         self.formats: set[str] = set()
@@ -89,19 +92,12 @@ class ReferenceBackend:
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor) -> None:
         if residual is not None:
             x += residual
-        out.copy_(torch_ops.normed(x, norm))
+        out.copy_(self._normed(x, norm))
 
     def qk_norm_rope_store(
-        self,
-        qkv: torch.Tensor,
-        norms: tuple[Norm, Norm] | None,
-        rotary: RotaryTable | None,
-        batch: ForwardBatch,
-        cache: Cache,
-        q_out: torch.Tensor,
-        shape: HeadShape,
+        self, qkv: torch.Tensor, part: QkvPart, batch: ForwardBatch, cache: Cache, q_out: torch.Tensor
     ) -> None:
-        q, k, v = torch_ops.split_heads(qkv, norms, rotary, torch.from_numpy(batch.positions), shape)
+        q, k, v = torch_ops.split_heads(qkv, part, torch.from_numpy(batch.positions).to(self.device), self._normed)
         q_out.copy_(q)
         slots, block_size = torch.from_numpy(batch.slots), cache[0].shape[-1]
         blocks, offsets = slots // block_size, slots % block_size
@@ -133,32 +129,18 @@ class ReferenceBackend:
         )
 
     def latent_rope_store(
-        self,
-        q: torch.Tensor,
-        latents: torch.Tensor,
-        norm: Norm,
-        rotary: RotaryTable,
-        batch: ForwardBatch,
-        cache: torch.Tensor,
-        q_out: torch.Tensor,
-        shape: LatentShape,
+        self, tokens: LatentTokens, part: LatentAttention, batch: ForwardBatch, cache: torch.Tensor, q_out: torch.Tensor
     ) -> None:
         positions, slots = torch.from_numpy(batch.positions).long(), torch.from_numpy(batch.slots)
-        torch_ops.latent_rope_store(q, latents, norm, rotary, positions, slots, cache, q_out, shape)
+        torch_ops.latent_rope_store(tokens, part, positions, slots, cache, q_out)
 
     def latent_attention(
-        self,
-        q: torch.Tensor,
-        cache: torch.Tensor,
-        batch: ForwardBatch,
-        out: torch.Tensor,
-        shape: LatentShape,
-        scale: float,
-    ) -> None:
+        self, q: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch, shape: LatentShape, scale: float
+    ) -> torch.Tensor:
         whole, rows = torch.empty_like(q), cache[:, None]
         one_head = AttentionShape(HeadShape(shape.num_heads, 1, shape.width), scale)
         self.paged_attention(q, (rows.transpose(2, 3), rows), batch, whole, one_head)
-        out.copy_(whole[..., : shape.rank])
+        return whole[..., : shape.rank]
 
     def gated_activation(self, gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
         gate, up = gate_up.float().chunk(2, dim=-1)

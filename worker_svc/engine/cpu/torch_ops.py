@@ -7,7 +7,16 @@ from typing import Protocol
 
 import torch
 
-from worker_svc.engine.backend import ExpertLinears, HeadShape, LatentShape, Norm, RotaryTable, Routing
+from worker_svc.engine.backend import (
+    ExpertLinears,
+    LatentAttention,
+    LatentShape,
+    LatentTokens,
+    Norm,
+    QkvPart,
+    RotaryTable,
+    Routing,
+)  # fmt: skip
 from worker_svc.engine.kernels import exact_ops
 
 SMALLEST_SUM = 1e-20  # added to sums of shares, which may be 0 in float32
@@ -159,17 +168,13 @@ Normed = Callable[[torch.Tensor, Norm | None], torch.Tensor]
 
 
 def split_heads(
-    qkv: torch.Tensor,
-    norms: tuple[Norm, Norm] | None,
-    rotary: RotaryTable | None,
-    positions: torch.Tensor,
-    shape: HeadShape,
-    norm_of: Normed = normed,
+    qkv: torch.Tensor, part: QkvPart, positions: torch.Tensor, norm_of: Normed = normed
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v [T, heads, dim] of qkv [T, heads * dim] as attention reads them."""
+    shape, rotary = part.heads, part.rotary
     heads = [shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads]
     q, k, v = torch.split(qkv.view(len(positions), -1, shape.head_dim), heads, dim=1)
-    q_norm, k_norm = norms or (None, None)
+    q_norm, k_norm = part.norms or (None, None)
     positions = positions.long()
     q, k = (_norm_rotate(x, norm, rotary, positions, norm_of) for x, norm in ((q, q_norm), (k, k_norm)))
     if rotary is not None and rotary.q_scales is not None:
@@ -207,20 +212,18 @@ def rotate(x: torch.Tensor, rotary: RotaryTable, positions: torch.Tensor) -> tor
 
 
 def latent_rope_store(
-    q: torch.Tensor,
-    latents: torch.Tensor,
-    norm: Norm,
-    rotary: RotaryTable,
+    tokens: LatentTokens,
+    part: LatentAttention,
     positions: torch.Tensor,
     slots: torch.Tensor,
     cache: torch.Tensor,
     q_out: torch.Tensor,
-    shape: LatentShape,
 ) -> None:
     """`Backend.latent_rope_store`. Tokens of slot -1 are not stored."""
+    (q, latents, rotary), shape = tokens, part.shape
     used, is_stored = shape.rank + shape.rope_dim, slots >= 0
     rows = latents.new_zeros(len(latents), shape.width)
-    rows[:, : shape.rank] = normed(latents[:, : shape.rank], norm)
+    rows[:, : shape.rank] = normed(latents[:, : shape.rank], part.norm)
     rows[:, shape.rank : used] = rotate(_paired(latents[:, None, shape.rank :], shape), rotary, positions)[:, 0]
     cache.view(-1, shape.width)[slots[is_stored].long()] = rows[is_stored]
     rotated = _paired(q.reshape(len(q), shape.num_heads, -1)[..., shape.key_dim :], shape)

@@ -16,6 +16,8 @@ from worker_svc.engine.backend import (
     HeadShape,
     LatentAttention,
     LatentShape,
+    LatentTokens,
+    QkvPart,
     RecurrentWeights,
 )
 from worker_svc.engine.decoder.config import ModelConfig
@@ -184,7 +186,8 @@ class _BackendOperations(LayerOperations):
         q, cache = qkv.new_empty(len(qkv), heads.num_q_heads, heads.head_dim), self._pool.layer(index)
         rotary = batch.rotary or self._parts.rotary(index)
         to = cache if stored.num_kv_heads else (cache[0][:, :0], cache[1][:, :0])
-        backend.qk_norm_rope_store(qkv, self._parts.layers[index].qk_norms, rotary, batch, to, q, stored)
+        part = QkvPart(stored, rotary, self._parts.layers[index].qk_norms)
+        backend.qk_norm_rope_store(qkv, part, batch, to, q)
         attended = torch.empty_like(q)
         backend.paged_attention(q, cache, batch, attended, self._attention(index))
         return attended
@@ -201,16 +204,12 @@ class _BackendOperations(LayerOperations):
     def _store_latents(
         self, queries: torch.Tensor, latents: torch.Tensor, part: LatentAttention, index: int, q: torch.Tensor
     ) -> None:
-        self._backend.latent_rope_store(
-            queries, latents, part.norm, self._rotary(index), self._of_layer(index), self._pool.latents(index), q,
-            part.shape,
-        )  # fmt: skip
+        tokens = LatentTokens(queries, latents, self._rotary(index))
+        self._backend.latent_rope_store(tokens, part, self._of_layer(index), self._pool.latents(index), q)
 
     def _over_latents(self, q: torch.Tensor, shape: LatentShape, index: int) -> torch.Tensor:
-        attended = q.new_empty(len(q), shape.num_heads, shape.rank)
         cache, scale = self._pool.latents(index), self._config.attention_scale
-        self._backend.latent_attention(q, cache, self._of_layer(index), attended, shape, scale)
-        return attended
+        return self._backend.latent_attention(q, cache, self._of_layer(index), shape, scale)
 
     def keep_heads(self, *rows: torch.Tensor) -> list[torch.Tensor]:
         self._adapters = [(part.adapter, part.heads) for part in self._batch.adapters]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from step_protocol.columns import I32, I64
-from worker_svc.engine.backend import AttentionShape, ForwardBatch, KVLayout, LayerBackend
+from worker_svc.engine.backend import AttentionShape, ForwardBatch, KVLayout, LayerBackend, QkvPart
 from worker_svc.engine.decoder.pool.kv_cache import KVCachePool
 from worker_svc.engine.encoder_decoder.config import CONV_STRIDE, EncoderDecoderConfig
 from worker_svc.engine.encoder_decoder.weights import KERNEL, EncoderDecoderLoader, LayerStack
@@ -126,7 +126,7 @@ class EncoderDecoderModel:
         for index, layer in enumerate(self._parts.decoder.layers):
             if layer.cross is not None:
                 qkv[:, inner:] = layer.cross.kv(encoded)
-                self._backend.qk_norm_rope_store(qkv, None, None, batch, pool.layer(index), q, heads)
+                self._backend.qk_norm_rope_store(qkv, QkvPart(heads, None), batch, pool.layer(index), q)
 
     # -- both stacks --------------------------------------------------------------------------------------------------
 

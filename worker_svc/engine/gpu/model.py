@@ -15,6 +15,7 @@ from worker_svc.engine.backend import (
     HeadShape,
     LatentAttention,
     LatentShape,
+    LatentTokens,
     Linear,
     Norm,
     RecurrentWeights,
@@ -214,10 +215,8 @@ class _DeviceOperations(LayerOperations):
         self, queries: torch.Tensor, latents: torch.Tensor, part: LatentAttention, index: int, q: torch.Tensor
     ) -> None:
         (cache, _), slots = self._cache.layer(index), self._columns.slots
-        torch_ops.latent_rope_store(
-            queries, latents, part.norm, self._rotary(index), self._columns.positions.long(), slots, cache, q,
-            part.shape,
-        )  # fmt: skip
+        tokens = LatentTokens(queries, latents, self._rotary(index))
+        torch_ops.latent_rope_store(tokens, part, self._columns.positions.long(), slots, cache, q)
 
     def _over_latents(self, q: torch.Tensor, shape: LatentShape, index: int) -> torch.Tensor:
         attended = torch.empty_like(q)

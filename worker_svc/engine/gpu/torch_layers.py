@@ -9,60 +9,36 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from step_protocol.columns import I64
 from worker_svc.engine.backend import (
     AttentionShape,
     BackendUnavailableError,
     Cache,
     ForwardBatch,
-    HeadShape,
     Linear,
-    Norm,
-    RotaryTable,
 )
 from worker_svc.engine.config import Determinism, EngineConfig
-from worker_svc.engine.cpu.torch_ops import split_heads
+from worker_svc.engine.cpu.reference import ReferenceBackend
 from worker_svc.engine.gpu.kernels.activation import reference, reference_activate
-from worker_svc.engine.gpu.kernels.norm import normed, torch_add_norm
+from worker_svc.engine.gpu.kernels.norm import normed
 from worker_svc.engine.gpu.layers.linears import DeviceLinear
 from worker_svc.engine.gpu.start.setup import find_device
 from worker_svc.engine.kernels.numerics import torch_numerics
 
 
-class TorchLayers:
-    """See `LayerBackend` for the contracts."""
+class TorchLayers(ReferenceBackend):
+    """The operations of encoders on a device, of which libraries compute those that take time."""
 
     name = "cuda"
-    copies_weights = False
+    _normed = staticmethod(normed)
 
     def __init__(self, device: torch.device, determinism: Determinism) -> None:
+        super().__init__(determinism)
         self.device = device
         self.is_batched = determinism == "best_effort"
         self.arithmetic = torch_numerics(device)
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return DeviceLinear(F.linear, weight, bias)
-
-    def add_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, out: torch.Tensor) -> None:
-        torch_add_norm(x, residual, norm, out)
-
-    def qk_norm_rope_store(
-        self,
-        qkv: torch.Tensor,
-        norms: tuple[Norm, Norm] | None,
-        rotary: RotaryTable | None,
-        batch: ForwardBatch,
-        cache: Cache,
-        q_out: torch.Tensor,
-        shape: HeadShape,
-    ) -> None:
-        positions, slots = torch.from_numpy(batch.positions), torch.from_numpy(batch.slots)
-        q, k, v = split_heads(qkv, norms, rotary, positions.to(self.device), shape, normed)
-        q_out.copy_(q)
-        block_size = cache[0].shape[-1]
-        blocks, offsets = slots // block_size, slots % block_size
-        cache[0][blocks, :, :, offsets] = k
-        cache[1][blocks, :, offsets] = v
 
     def paged_attention(
         self, q: torch.Tensor, cache: Cache, batch: ForwardBatch, out: torch.Tensor, shape: AttentionShape
@@ -88,10 +64,6 @@ class TorchLayers:
 
     def activation(self, x: torch.Tensor, activation: str) -> None:
         x.copy_(reference_activate(x, activation))
-
-    def copy_blocks(self, pool: torch.Tensor, src: I64, dst: I64) -> None:
-        for source, target in zip(src.tolist(), dst.tolist(), strict=True):
-            pool[:, target] = pool[:, source]
 
 
 def _mask(shape: AttentionShape, positions: torch.Tensor, num_keys: int, dtype: torch.dtype) -> torch.Tensor | None:

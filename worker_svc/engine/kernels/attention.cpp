@@ -100,27 +100,15 @@ int quire_kv_is_paired(int is_bf16, int64_t block_size, int64_t head_dim) {
 }
 
 void quire_paged_attention(int is_bf16, const void* q, const void* k_cache, const void* v_cache, void* out,
-                           const int32_t* tables, int64_t table_stride, const int32_t* rows,
-                           const int32_t* query_starts, const int32_t* context_lens, const int32_t* key_lens,
-                           int64_t num_rows, int64_t q_heads, int64_t kv_heads, int64_t head_dim, int64_t block_size,
-                           float scale, float cap, int64_t window, int64_t chunk, const float* sinks, int is_full,
-                           const float* bias, int64_t bias_zero, int64_t bias_stride, int threads) {
+                           const AttentionRows* rows, const QkvShape* shape, const Scores* scores, int threads) {
   Pass pass(threads);
-  const AttentionRows all{tables,  table_stride, rows,    query_starts, context_lens,
-                          num_rows, is_full != 0, key_lens};
-  const QkvShape shape{q_heads, kv_heads, head_dim, block_size};
-  paged_attention(pass, is_bf16, plan_attention(all, shape, threads), all, shape, q, k_cache, v_cache, out,
-                  {scale, cap, window, {bias, bias_zero, bias_stride}, chunk, sinks});
+  paged_attention(pass, is_bf16, plan_attention(*rows, *shape, threads), *rows, *shape, q, k_cache, v_cache, out, *scores);
 }
 
-void quire_latent_attention(int is_bf16, const void* q, const void* cache, void* out, const int32_t* tables,
-                            int64_t table_stride, const int32_t* rows, const int32_t* query_starts,
-                            const int32_t* context_lens, int64_t num_rows, int64_t block_size, const void* shape,
-                            float scale, int threads) {
+void quire_latent_attention(int is_bf16, const void* q, const void* cache, void* out, const AttentionRows* rows,
+                            int64_t block_size, const LatentShape* shape, float scale, int threads) {
   Pass pass(threads);
-  const AttentionRows all{tables, table_stride, rows, query_starts, context_lens, num_rows};
-  const LatentShape& latents = *(const LatentShape*)shape;
-  latent_attention(pass, is_bf16, plan_latents(all, latents.heads, threads), all, block_size, q, cache, out, latents,
+  latent_attention(pass, is_bf16, plan_latents(*rows, shape->heads, threads), *rows, block_size, q, cache, out, *shape,
                    scale);
 }
 }

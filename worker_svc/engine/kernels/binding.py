@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import numpy.typing as npt
 STRUCT_SOURCES = ("kernels.h", "forward.cpp")
 SCALARS: dict[str, Any] = {
     "int": ctypes.c_int, "int64_t": ctypes.c_int64, "uint32_t": ctypes.c_uint32, "uint64_t": ctypes.c_uint64,
-    "float": ctypes.c_float, "double": ctypes.c_double,
+    "float": ctypes.c_float, "double": ctypes.c_double, "bool": ctypes.c_bool, "NormKind": ctypes.c_int,
 }  # fmt: skip
 RESULTS = SCALARS | {"void": None, "const char*": ctypes.c_char_p}
 FUNCTION = re.compile(r"(void|int|int64_t|const char\*) (quire_\w+)\(([^)]*)\) *\{")
@@ -57,6 +57,12 @@ class Struct(ctypes.Structure):
             raise TypeError(f"{type(self).__name__} has no field {', '.join(fields.keys() - self.names)}")
         super().__init__(**dict(zip(fields, plain(fields.values()), strict=True)))
         self.kept = fields
+
+    @classmethod
+    def of(cls, *sources: Any, **fields: Any) -> Self:
+        """The struct with these fields, and with those of the sources that have the same names."""
+        own = {name: getattr(source, name) for source in sources for name in cls.names if hasattr(source, name)}
+        return cls(**(own | fields))
 
 
 def array(structs: Sequence[Struct], kind: type[Struct] | None = None) -> ctypes.Array[Any]:

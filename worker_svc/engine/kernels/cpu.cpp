@@ -261,7 +261,7 @@ void qk_norm_rope_store(Pass& pass, int is_bf16, const void* qkv, const QkNorms&
 
 extern "C" {
 
-int quire_abi_version() { return 31; }
+int quire_abi_version() { return 32; }
 
 // The instructions that this build computes with, as words. The last one, the width of vectors, affects no result.
 const char* quire_arithmetic() {
@@ -312,17 +312,11 @@ void quire_gated_activation(int is_bf16, const void* gate_up, void* out, int64_t
   gated_activation(pass, is_bf16, gate_up, out, n, dim, Activation(activation));
 }
 
-void quire_qk_norm_rope_store(int is_bf16, const void* qkv, int norm_kind, const void* q_norm, const void* k_norm,
-                              int64_t q_width, int64_t k_width, const float* cos, const float* sin,
-                              int64_t rotary_dims, const float* q_scales, int is_interleaved, int is_first, const int32_t* positions,
-                              const int64_t* slots, void* k_cache, void* v_cache, void* q_out, int64_t n,
-                              int64_t q_heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, float eps,
-                              int threads) {
-  Pass pass(threads_for(n * (q_heads + 2 * kv_heads) * head_dim, kSerialWork, threads));
-  const QkNorms norms{q_norm, k_norm, q_width, k_width, NormKind(norm_kind), eps};
-  const Rotary rotary{cos, sin, rotary_dims, q_scales, is_interleaved, is_first};
-  qk_norm_rope_store(pass, is_bf16, qkv, norms, rotary, positions, slots, k_cache, v_cache, q_out, n,
-                     {q_heads, kv_heads, head_dim, block_size});
+void quire_qk_norm_rope_store(int is_bf16, const void* qkv, const QkNorms* norms, const Rotary* rotary,
+                              const int32_t* positions, const int64_t* slots, void* k_cache, void* v_cache, void* q_out,
+                              int64_t n, const QkvShape* shape, int threads) {
+  Pass pass(threads_for(n * shape->qkv_stride(), kSerialWork, threads));
+  qk_norm_rope_store(pass, is_bf16, qkv, *norms, *rotary, positions, slots, k_cache, v_cache, q_out, n, *shape);
 }
 
 void quire_copy_blocks(void* pool, const int64_t* src, const int64_t* dst, int64_t n, int64_t num_layers,

@@ -73,13 +73,10 @@ void latent_rope_store(Pass& pass, int is_bf16, const LatentTokens& tokens, cons
 
 extern "C" {
 
-void quire_latent_rope_store(int is_bf16, const void* q, int64_t q_stride, const void* latents, int64_t latent_stride,
-                             int64_t n, const void* norm, float eps, const float* cos, const float* sin,
+void quire_latent_rope_store(int is_bf16, const LatentTokens* tokens, const void* norm, float eps, const Rotary* rotary,
                              const int32_t* positions, const int64_t* slots, void* cache, void* q_out,
-                             const void* shape, int threads) {
-  const LatentShape& s = *(const LatentShape*)shape;
-  Pass pass(threads_for(n * (s.heads + 1) * s.width, kSerialWork, threads));
-  latent_rope_store(pass, is_bf16, {q, latents, q_stride, latent_stride, n}, norm, eps, {cos, sin, s.rope_dim}, positions,
-                    slots, cache, q_out, s);
+                             const LatentShape* shape, int threads) {
+  Pass pass(threads_for(tokens->n * (shape->heads + 1) * shape->width, kSerialWork, threads));
+  latent_rope_store(pass, is_bf16, *tokens, norm, eps, *rotary, positions, slots, cache, q_out, *shape);
 }
 }

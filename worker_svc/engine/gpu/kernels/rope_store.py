@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from worker_svc.engine.backend import HeadShape, Norm, RotaryTable
+from worker_svc.engine.backend import HeadShape, Norm, QkvPart, RotaryTable
 from worker_svc.engine.cpu.torch_ops import split_heads
 from worker_svc.engine.gpu.kernels.forms import kernel
 from worker_svc.engine.gpu.kernels.fp8 import reference as round_to_fp8
@@ -107,18 +107,8 @@ def rope_store_kernel(
         tl.store(values + right, second, mask=is_v)
 
 
-def torch_rope_store(
-    qkv: torch.Tensor,
-    norms: tuple[Norm, Norm] | None,
-    rotary: RotaryTable | None,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
-    q_out: torch.Tensor,
-    shape: HeadShape,
-    scales: torch.Tensor | None = None,
-) -> None:
-    q, *stored = split_heads(qkv, norms, rotary, positions, shape, normed)
+def torch_rope_store(qkv, norms, rotary, positions, slots, cache, q_out, shape, scales=None):
+    q, *stored = split_heads(qkv, QkvPart(shape, rotary, norms), positions, normed)
     q_out.copy_(q)
     if not shape.num_kv_heads:
         return
