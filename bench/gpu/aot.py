@@ -114,15 +114,7 @@ def variants(processors: Processors = HOPPER.processors) -> Iterator[Variant]:
     the small ones."""
     t, i, f = "*bf16", "*i32", "*fp32"
     for name, kind in (("", "rms"), (" layer", "layer")):
-        constants = {
-            "N": 1024,
-            "BLOCK": 1024,
-            "GROUPS": 0,
-            "NUM_GROUPS": 0,
-            "ADD": True,
-            "KIND": norm.KINDS[kind],
-            "SMALLEST": 0.0,
-        }
+        constants = {"N": 1024, "BLOCK": 1024, "ADD": True, "KIND": norm.KINDS[kind]} | NOT_ROUNDED
         yield Variant(f"norm{name}", norm.norm_kernel, f"{t} {t} {t} {t} {t} {t} fp32", constants, 2)
     constants = {"BLOCK": activation.BLOCK, "KIND": activation.GATED.index("relu2")}
     yield Variant("relu2", activation.gated_activation_kernel, f"{t} {t} i32", constants)
@@ -147,6 +139,7 @@ def variants(processors: Processors = HOPPER.processors) -> Iterator[Variant]:
     yield from _sampling_variants(t, i, f)
 
 
+NOT_ROUNDED = {"GROUPS": 0, "NUM_GROUPS": 0, "SMALLEST": 0.0}  # to fp8
 LINEAR_TILES = ((128, 128), (64, 32), (16, 16))
 
 

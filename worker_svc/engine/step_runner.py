@@ -41,7 +41,6 @@ class StepRunner(Runner, ABC):
     """
 
     _rows: OpenRows
-    _tables: RowTables
 
     def _serve(self, info: EngineInfo, **features: Any) -> None:
         """Ends the load: makes the rows of the model that `info` describes. `features`: as for `add_tables`."""
