@@ -209,7 +209,7 @@ class SessionServicer(SessionServiceServicer):
         return spb.PinResponse(session=await self._sessions.pin(request.session_id, request.ttl_s))
 
     async def GetSession(self, request: spb.GetSessionRequest, context: Context) -> spb.GetSessionResponse:
-        return spb.GetSessionResponse(session=await self._sessions.get(request.session_id))
+        return await self._sessions.get(request.session_id, with_content=request.with_content)
 
     async def ListSessions(self, request: spb.ListSessionsRequest, context: Context) -> spb.ListSessionsResponse:
         """The sessions of the caller."""

@@ -98,6 +98,7 @@ OWN_TESTS: Mapping[str, str] = {
     "PinRequest.session_id": SESSIONS + "test_the_command_lists_shows_and_deletes_sessions",
     "PinRequest.ttl_s": SESSIONS + "test_the_command_lists_shows_and_deletes_sessions",
     "GetSessionRequest.session_id": SESSIONS + "test_the_command_lists_shows_and_deletes_sessions",
+    "GetSessionRequest.with_content": "tests/processes/test_explain.py::test_a_stored_answer_is_explained",
     "DeleteSessionRequest.session_id": SESSIONS + "test_the_command_lists_shows_and_deletes_sessions",
     "ResumeRequest.request_id": RESUME + "test_a_client_with_only_the_id_continues_after_its_gateway_was_killed",
     "ResumeRequest.after": RESUME + "test_resume_takes_over_a_request_that_still_runs",

@@ -1,1 +1,1 @@
-"""Analysis of answers: what differs between two models. I/O: gRPC, files."""
+"""Analysis of answers: differences between two models, and reasons for a token. I/O: gRPC, files."""

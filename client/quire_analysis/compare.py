@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,23 +16,61 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from quire_cli.connection import CONNECT_TIMEOUT_S, tls_option
+from quire_cli.connection import tls_option
 from quire_cli.output import complain, count, describe, to_json
 from quire_client.aio import AsyncClient
-from quire_client.errors import QuireError
-from quire_client.requests.generate import CHAT
+from quire_client.errors import InvalidRequest, QuireError
+from quire_client.requests.generate import CHAT, generate_request
 from quire_client.types import Sample, TokenLogprob
 
-from quire_analysis.differences import Difference, first_difference, path_of, score_summary, summary_of
-from quire_analysis.report import report_page
-from quire_analysis.requests_file import AnalysisError, StoredRequest, read_requests
+from quire_analysis.differences import Difference, first_difference, path_of, report_page, scores_of, summary_of
 
 EXIT_DIFFERS, EXIT_BAD_FILE, EXIT_ERRORS, EXIT_INTERRUPTED = 1, 2, 3, 130
 OTHER_NOISE = 1 << 63  # changes a seed into one of independent noise
 SHOW_EVERY_S = 0.5
+TIMEOUT_S = 600.0
+INPUTS = ("prompt", "token_ids", "messages")
+OWN = {"model", "logprobs", "prompt_logprobs", "logprobs_mode", "receipt", "resumable", "request_id", "stream"}
 KEPT = ("adapter", "cache_salt")  # options of a request that its scores need
 
 Rule = Callable[[Mapping[str, Any], str], float]  # the score of an answer's text for the line of its request
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRequest:
+    """A request of a file."""
+
+    name: str  # custom_id, else the number of its line
+    line: Mapping[str, Any]
+    input: Mapping[str, Any]  # one of INPUTS
+    options: Mapping[str, Any]  # options of the SDK
+
+
+def read_requests(path: Path) -> list[StoredRequest]:
+    """All requests of a file. Raises InvalidRequest for the first line that is none, and OSError."""
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            found += [_request_of(json.loads(line), str(number))] if line.strip() else []
+        except (ValueError, TypeError, QuireError) as error:
+            raise InvalidRequest(f"{path}, line {number}: {error}") from None
+    if not found:
+        raise InvalidRequest(f"{path} has no requests")
+    return found
+
+
+def _request_of(line: Any, name: str) -> StoredRequest:
+    given = isinstance(line, dict) and (line.get("request") or line.get("body"))
+    if not isinstance(given, dict):
+        raise ValueError('must be an object with "request" (options of the SDK) or "body" (a line of quire batch)')
+    options = {key: value for key, value in given.items() if key not in OWN}
+    if "max_completion_tokens" in options:
+        options["max_tokens"] = options.pop("max_completion_tokens")
+    asked = {key: options.pop(key) for key in INPUTS if key in options}
+    if "session_id" in options:
+        raise ValueError("session_id is set; send the whole prompt, because a session is that of one model")
+    generate_request(asked.get("prompt"), asked.get("token_ids"), asked.get("messages"), options)  # checks them
+    return StoredRequest(str(line.get("custom_id", name)), line, asked, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,25 +122,26 @@ class Comparison:
         for number, request in requests:
             try:
                 await self._add(number, request)
-            except AnalysisError as error:
-                self.errors[request.name] = str(error)
             except QuireError as error:
                 self.errors[request.name] = describe(error)
+            except Exception as error:  # the rule of --score is a program of the user
+                self.errors[request.name] = f"{type(error).__name__}: {error}"
             self.num_done += 1
 
     async def _add(self, number: int, request: StoredRequest) -> None:
         seed = request.options.get("seed", self.first_seed + number)
         asked = [(self.a, seed), (self.b, seed), (self.b, seed ^ OTHER_NOISE)][: 3 if self.rule else 2]
         answers = await asyncio.gather(*(side.answer(request, of) for side, of in asked))
-        scores = [[self._score(request, sample) for sample in samples] for samples in answers if self.rule]
+        rule = self.rule
+        scores = [[float(rule(request.line, one.text)) for one in samples] for samples in answers if rule]
         pairs = zip(*answers[:2], strict=True)
         self.found += [await self._difference(number, request, a, b) for a, b in pairs]
-        if self.rule:
+        if rule:
             self.same_noise += zip(scores[0], scores[1], strict=True)
             self.other_noise += zip(scores[0], scores[2], strict=True)
 
     async def _difference(self, number: int, request: StoredRequest, a: Sample, b: Sample) -> Difference:
-        first, scores = first_difference(a, b), (b.logprobs, a.logprobs)
+        first, scores = first_difference(a.token_ids, b.token_ids), (b.logprobs, a.logprobs)
         is_equal = first is None and a.finish_reason is b.finish_reason
         if first is not None:
             asked = self.b.scores(request, a.token_ids), self.a.scores(request, b.token_ids)
@@ -112,16 +152,10 @@ class Comparison:
             number, request.name, a.index, (len(a.token_ids), len(b.token_ids)), first, is_equal=is_equal, paths=paths
         )
 
-    def _score(self, request: StoredRequest, sample: Sample) -> float:
-        try:
-            return float(cast(Rule, self.rule)(request.line, sample.text))
-        except Exception as error:
-            raise AnalysisError(f"the rule of --score failed: {type(error).__name__}: {error}") from error
-
     def to_dict(self) -> dict[str, Any]:
         """The whole report."""
         self.found.sort(key=lambda one: (one.number, one.index))
-        scores = score_summary(self.same_noise, self.other_noise) if self.same_noise else {}
+        scores = scores_of(self.same_noise, self.other_noise) if self.same_noise else {}
         summary = summary_of(self.found) | scores | {"num_errors": len(self.errors)}
         return {"a": self.a.name, "b": self.b.name, "summary": summary, "errors": self.errors, "answers": self.found}
 
@@ -130,9 +164,9 @@ def run(args: argparse.Namespace) -> int:
     """Exit code: 0; 1 for more differing answers than --max-differing; 2 for a bad file; 3 if requests have errors."""
     code, made = 0, list[Comparison]()
     try:
-        requests, rule = read_requests(args.requests), args.score and _rule_of(args.score)
+        requests, rule = read_requests(args.requests), _rule_of(args.score) if args.score else None
         asyncio.run(_compare(args, requests, rule, made))
-    except AnalysisError as error:
+    except InvalidRequest as error:
         complain(str(error))
         return EXIT_BAD_FILE
     except KeyboardInterrupt:
@@ -148,19 +182,18 @@ def _write_report(args: argparse.Namespace, comparison: Comparison) -> int:
     Path(f"{args.output}.html").write_text(report_page(report, comparison.found), "utf-8")
     print(to_json(report["summary"]))
     if comparison.errors:
-        name, words = next(iter(comparison.errors.items()))
-        complain(f"{count(len(comparison.errors), 'request')} failed; the first is {name}: {words}")
+        complain(f"{count(len(comparison.errors), 'request')} failed; {args.output}.json has the errors")
         return EXIT_ERRORS
     is_above = args.max_differing is not None and report["summary"]["num_differing"] > args.max_differing
     return EXIT_DIFFERS if is_above else 0
 
 
-def _rule_of(path: Any) -> Rule:
+def _rule_of(path: str) -> Rule:
     try:
         return cast(Rule, runpy.run_path(path)["score"])
     except Exception as error:
-        words = "has no function score(line, text)"
-        raise AnalysisError(f"--score {path} {words}: {type(error).__name__}: {error}") from error
+        words = f"has no function score(line, text): {type(error).__name__}: {error}"
+        raise InvalidRequest(f"--score {path} {words}") from error
 
 
 async def _compare(
@@ -170,15 +203,12 @@ async def _compare(
     async with contextlib.AsyncExitStack() as stack:
         sides: list[Side] = []
         for name, gateway in ((args.a, args.gateway_a), (args.b, args.gateway_b or args.gateway_a)):
-            limits = {} if args.timeout_s is None else {"timeout_s": args.timeout_s}
-            connecting = AsyncClient.connect(
-                gateway or args.target, tls=tls_option(args), api_key=args.api_key, connect_timeout_s=CONNECT_TIMEOUT_S,
-                **limits,
-            )  # fmt: skip
-            sides.append(Side(await stack.enter_async_context(await connecting), name, args.top))
+            options: Any = {"tls": tls_option(args), "api_key": args.api_key, "timeout_s": args.timeout_s or TIMEOUT_S}
+            client = await stack.enter_async_context(await AsyncClient.connect(gateway or args.target, **options))
+            sides.append(Side(client, name, args.top))
         sizes = [(await side.client.model(side.name)).vocab_size for side in sides]
         if sizes[0] != sizes[1]:
-            raise AnalysisError(f"the vocabularies have {sizes[0]} and {sizes[1]} tokens; both must be the same")
+            raise InvalidRequest(f"the vocabularies have {sizes[0]} and {sizes[1]} tokens; both must be the same")
         made.append(comparison := Comparison(sides[0], sides[1], rule, args.seed))
         progress = asyncio.create_task(_show_progress(comparison, len(requests)))
         left = iter(enumerate(requests))

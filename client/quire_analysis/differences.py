@@ -1,4 +1,4 @@
-"""The difference of two answers, and numbers over many. No I/O.
+"""The difference of two answers, numbers over many, and the page that shows them. No I/O.
 
 A *path* is the output of one model; the other model scores it as forced tokens. Log probabilities are raw: the natural
 logarithms of the softmax of the logits.
@@ -7,8 +7,9 @@ logarithms of the softmax of the logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import zip_longest
 from statistics import fmean, variance
 from typing import Any
@@ -16,6 +17,9 @@ from typing import Any
 from quire_client.types import Sample, TokenLogprob
 
 NUM_AROUND = 12  # tokens of text on each side of a difference
+MAX_SHOWN = 200  # answers on the page
+BAR, HEIGHT = 4, 40  # pixels of a bar
+STYLE = "body { max-width: 60em; margin: 2em auto } pre { white-space: pre-wrap } rect { fill: #b33 }"
 LEAST_REST = 1e-7  # a smaller difference of 1 and a sum of float32 numbers means nothing
 
 
@@ -45,10 +49,9 @@ class Difference:
     paths: tuple[Path, ...]  # the output of A, that of B; empty if all log probabilities are equal
 
 
-def first_difference(a: Sample, b: Sample) -> int | None:
-    """The output position of the first other token; None if all are equal."""
-    pairs = enumerate(zip_longest(a.token_ids, b.token_ids))
-    return next((i for i, (mine, other) in pairs if mine != other), None)
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The index of the first other token; None if all are equal."""
+    return next((i for i, (mine, other) in enumerate(zip_longest(a, b)) if mine != other), None)
 
 
 def path_of(sample: Sample, other: Sequence[TokenLogprob], first: int | None) -> Path:
@@ -102,7 +105,7 @@ def summary_of(found: Sequence[Difference]) -> dict[str, Any]:
     return numbers
 
 
-def score_summary(same_noise: Sequence[tuple[float, float]], other_noise: Sequence[tuple[float, float]]) -> Any:
+def scores_of(same_noise: Sequence[tuple[float, float]], other_noise: Sequence[tuple[float, float]]) -> Any:
     """The rate at which B wins and its mean gain, each with the variance of the estimate, from the scores of pairs of
     answers, A first. A tie is half a win.
     """
@@ -113,3 +116,34 @@ def score_summary(same_noise: Sequence[tuple[float, float]], other_noise: Sequen
             found[f"{key}_{name}"] = fmean(values)
             found[f"{key}_variance_{name}"] = variance(values) / len(values) if len(values) > 1 else None
     return found
+
+
+def report_page(report: Mapping[str, Any], found: Sequence[Difference]) -> str:
+    """The report as one HTML page that loads nothing. Answers with other tokens come first."""
+    differing = sorted(
+        (one for one in found if one.paths), key=lambda one: (one.is_equal, -sum(abs(p.log_ratio) for p in one.paths))
+    )
+    rows = "".join(f"<tr><td>{name}<td>{escape(str(value))}" for name, value in report["summary"].items())
+    errors = "".join(f"<li>{escape(name)}: {escape(words)}" for name, words in report["errors"].items())
+    shown = "".join(
+        f"<h3>{escape(one.name)}, sample {one.index}: first other token at {one.first}</h3>"
+        + "".join(map(_path, "AB", one.paths))
+        for one in differing[:MAX_SHOWN]
+    )
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>quire compare</title><style>{STYLE}</style>'
+        f"<h1>A: {escape(report['a'])}, B: {escape(report['b'])}</h1><table>{rows}</table><ul>{errors}</ul>"
+        f"<h2>{len(differing)} answers are not identical</h2>{shown}</html>\n"
+    )
+
+
+def _path(name: str, path: Path) -> str:
+    """One output: the text around the difference, its log ratio, and its KL divergence as a bar per token."""
+    most = max(path.kl_at_least, default=0.0) or 1.0
+    bars = "".join(
+        f'<rect x="{BAR * i}" width="{BAR - 1}" height="{HEIGHT * kl / most:.1f}"/>'
+        for i, kl in enumerate(path.kl_at_least)
+    )
+    words = f"log ratio {path.log_ratio:.6g}; ended by {path.finish_reason}; KL per token up to {most:.3g}"
+    size = f'width="{BAR * len(path.kl_at_least)}" height="{HEIGHT}"'
+    return f"<pre>{name}: {escape(path.around)}</pre><p>{words}<br><svg {size}>{bars}</svg>"

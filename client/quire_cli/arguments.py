@@ -106,16 +106,6 @@ Exit code: 0; 1 if requests are unanswered; 2 for an invalid file or flag; 3 if 
 130 after Ctrl-C.
 """
 
-COMPARE_EXAMPLES = """\
-examples:
-  quire compare demo demo-lora --requests requests.jsonl -o report
-  quire compare m m --gateway-b new:50051 --requests requests.jsonl -o report --max-differing 0
-
-A line is {"request": {"prompt": "Once", "max_tokens": 40}} with options of the SDK, or a line of quire batch.
-Exit code: 0; 1 if more answers differ than --max-differing; 2 for an invalid file or flag; 3 if requests have errors;
-130 after Ctrl-C: the report has what was compared until then.
-"""
-
 
 def _value_of(field: Field) -> dict[str, Any]:
     """The settings of a flag for the value of a request field."""
@@ -338,7 +328,14 @@ COMMANDS = (
         count_of("--concurrency", "requests at a time (default 16)", default=16),
         count_of("--max-differing", "exit code 1 for more differing answers (default: no limit)", 0),
         *TARGET,
-    ), COMPARE_EXAMPLES),
+    )),
+    Command("explain", "quire_analysis.explain.run", "why a stored answer has its token at a position", (
+        arg("answer", metavar="ID", help="id of a resumable request, a stored response or a session"),
+        count_of("--token", "output position, from 0 (default: the last one)", 0),
+        count_of("--sample", "sample of the request (default 0)", 0, default=0),
+        arg("--what-if", nargs="+", default=[], metavar="NAME=JSON", help="continue from there with other parameters"),
+        *TARGET,
+    )),
     Command("bench", "quire_bench.command.run", "measure a server under load", (TLS, *BENCH_ARGUMENTS), BENCH_EXAMPLES),
     Command("completion", "setup.completion", "print a script that completes commands and flags", (
         arg("shell", choices=("bash", "zsh", "fish"), help="the shell"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.internal.v1 import record_pb2
 from quire.v1 import inference_pb2 as pb
+from quire.v1 import session_pb2
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.answer_stream import AnswerStream
@@ -209,6 +210,18 @@ def changes_of_copy(record: StoredRecord, source_id: str, session_id: str) -> re
     changes = record_pb2.RequestRecord(origin_id=record.content.origin_id or record.content.request.request_id)
     changes.request.request_id, changes.request.session_id = session_id, source_id
     return changes
+
+
+def add_content(response: session_pb2.GetSessionResponse, record: StoredRecord) -> None:
+    """Add the request and the output of a record."""
+    request = response.request
+    request.CopyFrom(record.content.request)
+    if not request.sampling.beam_width:
+        for name in ("length_penalty", "early_stopping"):  # a request without beams that sets them is refused
+            request.sampling.ClearField(name)
+    if request.prompt.WhichOneof("kind") in ("text", "tokens") and not request.media:
+        request.prompt.CopyFrom(pb.Prompt(tokens=types.TokenIds(ids=u32_from_bytes(record.content.prompt_token_ids))))
+    response.outputs.extend(types.TokenIds(ids=output) for output in record.outputs)
 
 
 def rewound(record: StoredRecord, num_tokens: int) -> StoredRecord:

@@ -14,6 +14,7 @@ from quire.v1 import session_pb2
 from gateway_svc.answer.resuming import enlist, no_record
 from gateway_svc.answer.session import (
     SessionBase,
+    add_content,
     base_of,
     changes_of_copy,
     check_same_model,
@@ -140,9 +141,15 @@ class Sessions:
         except (NotConfiguredError, UnavailableError):
             return None
 
-    async def get(self, session_id: str) -> session_pb2.Session:
+    async def get(self, session_id: str, *, with_content: bool) -> session_pb2.GetSessionResponse:
+        """A session; `with_content`: with its request and output."""
         async with self._admission.call():
-            return await self._describe(await self._load(session_id), session_id)
+            record = await self._load(session_id)
+            response = session_pb2.GetSessionResponse(session=await self._describe(record, session_id))
+            if with_content:
+                size = len(record.content.prompt_token_ids) + sum(4 * len(output) for output in record.outputs)
+                await self._lane.run(size, add_content, response, record)
+            return response
 
     async def list(self) -> Sequence[session_pb2.Session]:
         """The ids of the caller's sessions, the newest first, with their ends."""

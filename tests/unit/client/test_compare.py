@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import quire_cli as cli
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_analysis.differences import kl_at_least, score_summary
-from quire_analysis.requests_file import AnalysisError, read_requests
+from quire_analysis.compare import read_requests
+from quire_analysis.differences import kl_at_least, scores_of
+from quire_analysis.explain import gumbel_noise
+from quire_client.errors import InvalidRequest
 from quire_client.types import TokenLogprob, TopLogprob
+
+from worker_svc.engine.sampling import noise
 
 WEIGHTS = st.lists(st.floats(0.001, 1.0), min_size=8, max_size=8)
 
@@ -39,7 +44,7 @@ def test_the_bound_is_never_above_the_divergence(p: list[float], q: list[float],
 
 
 def test_scores_of_equal_answers_have_no_variance() -> None:
-    found = score_summary([(1, 1), (2, 2), (0, 0)], [(1, 3), (2, 1), (0, 0)])
+    found = scores_of([(1, 1), (2, 2), (0, 0)], [(1, 3), (2, 1), (0, 0)])
     assert (found["win_rate_same_noise"], found["win_rate_variance_same_noise"], found["gain_same_noise"]) == (
         0.5,
         0,
@@ -47,21 +52,16 @@ def test_scores_of_equal_answers_have_no_variance() -> None:
     )
     assert (found["win_rate_other_noise"], found["gain_other_noise"]) == (0.5, pytest.approx(1 / 3))
     assert found["win_rate_variance_other_noise"] == pytest.approx(0.25 / 3)
-    assert score_summary([(1, 2)], [(1, 2)])["win_rate_variance_same_noise"] is None
+    assert scores_of([(1, 2)], [(1, 2)])["win_rate_variance_same_noise"] is None
 
 
 def test_both_forms_of_a_line_are_read(tmp_path: Path) -> None:
-    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
-    body = {
-        "model": "x", "messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 3, "stream": True,
-        "logit_bias": {"7": 2}, "response_format": schema, "top_logprobs": 2, "stop": None,
-    }  # fmt: skip
+    body = {"model": "x", "messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 3, "stream": True}
     lines = [{"custom_id": "one", "body": body}, {"request": {"prompt": [1, 2], "seed": 3}, "expected": "b"}]
     file = tmp_path / "lines"
     file.write_text("\n\n".join(map(json.dumps, lines)))
     first, second = read_requests(file)
-    expected: dict[str, Any] = {"max_tokens": 3, "logit_bias": {7: 2}, "json_schema": {"type": "object"}}
-    assert (first.name, first.options, list(first.input)) == ("one", expected, ["messages"])
+    assert (first.name, first.options, list(first.input)) == ("one", {"max_tokens": 3}, ["messages"])
     assert (second.name, second.input, second.options) == ("3", {"prompt": [1, 2]}, {"seed": 3})
     assert second.line["expected"] == "b"
 
@@ -70,13 +70,12 @@ def test_both_forms_of_a_line_are_read(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("{", "line 1: Expecting property name"),
-        ("[]", 'line 1: must be an object with a "body"'),
+        ("[]", 'line 1: must be an object with "request"'),
         ('{"request": {"prompt": "a", "max_token": 3}}', "did you mean max_tokens"),
         ('{"request": {"prompt": "a", "top_k": -1}}', "top_k=-1 is not a valid value"),
         ('{"request": {"prompt": "a", "session_id": "s"}}', "session_id is set; send the whole prompt"),
-        ('{"body": {"prompt": "a", "logit_bias": {"x": 1}}}', "invalid literal for int"),
-        ('{"body": {"prompt": "a", "response_format": {}}}', "line 1: 'type'"),
-        ('{"request": {}}', "give exactly one of prompt, token_ids and messages"),
+        ('{"body": {"prompt": "a", "response_format": {}}}', "unknown option response_format"),
+        ('{"request": {"seed": 1}}', "give exactly one of prompt, token_ids and messages"),
         ("\n", "has no requests"),
     ],
 )
@@ -85,7 +84,7 @@ def test_a_line_that_is_no_request_is_named(
 ) -> None:
     file = tmp_path / "lines"
     file.write_text(line)
-    with pytest.raises(AnalysisError) as found:
+    with pytest.raises(InvalidRequest) as found:
         read_requests(file)
     assert words in str(found.value)
     assert cli.main(["compare", "a", "b", "--requests", str(file), "-o", str(tmp_path / "report")]) == 2
@@ -100,3 +99,11 @@ def test_a_rule_that_cannot_be_loaded_ends_the_command(tmp_path: Path, capsys: p
     flags = "--requests", str(file), "-o", str(tmp_path / "report"), "--score", str(rule)
     assert cli.main(["compare", "a", "b", *flags]) == 2
     assert "has no function score(line, text)" in capsys.readouterr().err
+
+
+def test_the_noise_is_that_of_the_engine() -> None:
+    rng = random.Random(3)
+    for _ in range(300):
+        seed, position, sample, token = (rng.randrange(1 << bits) for bits in (64, 20, 6, 18))
+        expected = noise.gumbel_noise(seed, position, sample, np.array([token], np.uint32))[0]
+        assert gumbel_noise(seed, position, sample, token) == float(expected)
