@@ -67,6 +67,7 @@ class RequestMeter:
         self.processor_s = 0.0
         self.block_s = 0.0
         self.finish_reason = ""  # reason of the last sample that ended
+        self.is_background = False  # its times do not count
         self._reason = "stop"  # for a continuation that is already complete
 
     def __enter__(self) -> RequestMeter:
@@ -98,6 +99,9 @@ class RequestMeter:
         self._last_at[sample] = now
         self.num_output_tokens += count
         self._times.output_tokens += count
+        if self.is_background:
+            self._first_at.setdefault(sample, now)
+            return
         if last_at is not None:
             self._times.itl.observe((now - last_at) / count, count)
             return
@@ -117,11 +121,12 @@ class RequestMeter:
         """The request ended. Default reason: the finish reason of the last sample. Called once."""
         reason, times, now = reason or self._reason, self._times, self.now()
         times.ends[reason] += 1
-        times.e2e.observe(now - self._started_at)
+        if not self.is_background:
+            times.e2e.observe(now - self._started_at)
         times.prompt.observe(self.num_prompt_tokens)
         times.generation.observe(self.num_output_tokens)
         num_further = self.num_output_tokens - len(self._first_at)
-        if num_further > 0:
+        if num_further > 0 and not self.is_background:
             decode_s = sum(last - self._first_at[sample] for sample, last in self._last_at.items())
             times.per_token.observe(decode_s / num_further)
         self._log_end(reason, now)

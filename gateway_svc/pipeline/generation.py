@@ -31,6 +31,7 @@ from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.schedulers.routes import Shadows
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from gateway_svc.schedulers.submitter import Submission, Submitter
+from request_fields.fields import LAST_PRIORITY
 from request_fields.parameters import Grammar
 from svc_common.errors import NotConfiguredError
 
@@ -208,6 +209,7 @@ class GenerationPipeline:
     def _open(self, call: GenerationCall, model: ServedModel, *, resumes: bool) -> OpenStream:
         request = call.request
         stream = self.streams.open(request.request_id, request.ByteSize(), model.name, resumes=resumes)
+        stream.meter.is_background = request.scheduling.priority == LAST_PRIORITY
         if call.trace is not None:
             call.trace.set_meter(stream.scoped_id, stream.meter)
         return stream

@@ -180,3 +180,14 @@ def test_a_batch_is_not_much_larger_than_its_last_message() -> None:
     batches = list(attach_stream.batches_of([scheduler_pb2.AttachRequest(submit=submit)] * 5))
     assert [len(batch.batch.messages) for batch in batches] == [2, 2, 0]
     assert batches[-1].submit == submit
+
+
+async def test_times_count_only_before_the_lowest_priority(scheduler: FakeScheduler, gateway: TestGateway) -> None:
+    """Lines of batches wait for all others, so their times say nothing about the service."""
+    scheduler.play([5, 6, 7])
+    for priority in (999, 1000):
+        assert (await gateway.collect(scheduling={"priority": priority})).ids() == [5, 6, 7]
+    times = gateway.streams.metrics.models["demo"]
+    assert [sum(each.counts) for each in (times.ttft, times.e2e, times.per_token, times.generation)] == [1, 1, 1, 2]
+    assert sum(times.itl.counts) <= 2
+    assert times.output_tokens == 6
