@@ -17,7 +17,7 @@ from step_protocol.types import RowErrorCode
 from worker_svc.engine.config import EngineConfig, EngineInfo
 from worker_svc.engine.rows.open_rows import OpenRows
 from worker_svc.engine.rows.step_checker import StepChecker
-from worker_svc.engine.rows.tables import RowTables, add_tables
+from worker_svc.engine.rows.tables import add_tables
 from worker_svc.engine.runner import Runner
 from worker_svc.engine.speculation.drafts import DraftCounts, Proposer, RowDrafts, SuffixProposer
 from worker_svc.engine.step import CheckedStep, RowErrors
