@@ -28,7 +28,7 @@ class ReplayError(ValueError):
 def read_log(path: str | PathLike[str]) -> list[Entry]:
     """The entries of a log. Raises ReplayError, or OSError."""
     entries = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 entry = json.loads(line)
@@ -39,10 +39,22 @@ def read_log(path: str | PathLike[str]) -> list[Entry]:
             for key, kind in KEYS.items():
                 if not isinstance(entry.get(key), kind):
                     raise ReplayError(f"{path}:{number}: {key} is missing or has a wrong type")
+            if not _has_parts(entry):
+                raise ReplayError(f"{path}:{number}: an id, a tool result or a sample is missing or has a wrong type")
             entries.append(entry)
     if not entries:
         raise ReplayError(f"{path}: there is no turn in it")
     return entries
+
+
+def _has_parts(entry: Entry) -> bool:
+    """Whether an entry has the ids, results and calls that a replay reads."""
+    request, results = entry["request"], entry["tool_results"]
+    try:
+        ids = [request["request_id"], request.get("session_id", ""), *(call["id"] for call in _calls(entry))]
+    except (KeyError, TypeError):
+        return False
+    return all(isinstance(one, str) for one in ids) and all(isinstance(one, list) and len(one) == 2 for one in results)
 
 
 class ReplayedTurns:
@@ -64,6 +76,7 @@ class ReplayedTurns:
         if request.session_id not in {"", *self._ids}:
             raise ReplayError(f"it continues session {request.session_id!r}, which no turn before it has made")
         request.session_id = self._ids.get(request.session_id, "")
+        request.draft_of = ""  # changes no token, and its record may have expired
         for message in request.prompt.chat.messages:
             message.tool_call_id = self._ids.get(message.tool_call_id, message.tool_call_id)
         request.resumable = request.request_id in self._bases

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
-from quire_client.replay import changed_facts, difference
+from quire_client.replay import ReplayedTurns, ReplayError, changed_facts, difference, read_log
 
 from request_fields.replay_log import sample_entry, turn_entry
 
@@ -82,3 +84,32 @@ def test_logits_are_compared_where_both_have_receipts() -> None:
 )
 def test_facts_that_differ(revision: str, facts: dict[str, str], causes: dict[str, str]) -> None:
     assert changed_facts(entry(), entry(revision, **facts)) == causes
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("tool_results", [1]), ("tool_results", [["call_1"]]), ("samples", [1]), ("samples", [{}]),
+        ("samples", [{"tool_calls": [1]}]), ("samples", [{"tool_calls": [{"id": 1}]}]), ("request", {}),
+        ("request", {"request_id": "a", "session_id": [1]}), ("model", 1), ("samples", {"a": 1}),
+    ],
+)  # fmt: skip
+def test_a_broken_log_is_an_error_with_its_line(tmp_path: Path, part: str, value: Any) -> None:
+    """A traceback would end the command with the exit code of a turn that differs."""
+    log = tmp_path / "run.jsonl"
+    log.write_text(f"{json.dumps(entry())}\n{json.dumps(entry() | {part: value})}\n")
+    with pytest.raises(ReplayError, match=r"run.jsonl:2: .*wrong type"):
+        read_log(log)
+
+
+def test_a_log_that_is_not_utf8_is_an_error_with_its_line(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    log.write_bytes(json.dumps(entry()).encode() + b"\n{\xff}\n")
+    with pytest.raises(ReplayError, match=r"run.jsonl:2: not a JSON object"):
+        read_log(log)
+
+
+def test_a_turn_is_computed_without_the_record_of_its_drafts() -> None:
+    old = entry()
+    old["request"]["draft_of"] = "expired"
+    assert ReplayedTurns([old]).request_of(old).draft_of == ""
