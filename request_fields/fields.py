@@ -196,7 +196,7 @@ FIELDS = (
     Field(
         "sampling.seed", Kind.UINT64,
         "The same seed gives the same tokens: the token at output position p of sample i is a function of the logits, "
-        "seed, i and p. Unset: the gateway draws one and returns it in Accepted.",
+        "seed, i and p. Unset: it follows from request_id; Accepted has it.",
         Side.GATEWAY | Side.WORKER, Resume.STATELESS, low=0, high=2**64 - 1, has_flag=True,
         http=Http(form=BodyForm.SIGNED),
     ),

@@ -7,17 +7,16 @@ from collections.abc import Iterable, Sequence
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.request.tools import AnswerPlan
-from gateway_svc.text.chat_output import AnswerPiece, ItemKind
+from gateway_svc.text.chat_output import AnswerPiece, ItemKind, call_id
 from gateway_svc.text.detokenizer import SampleText
 
 
 class AnswerStream:
     """Parses the text of one sample. `num_reasoning_tokens` counts the tokens of the reasoning and its markers."""
 
-    def __init__(self, plan: AnswerPlan, request_id: str, sample: int) -> None:
+    def __init__(self, plan: AnswerPlan, call_key: str, sample: int) -> None:
         self._parser = plan.new_parser()
-        self._plan = plan
-        self._request_id = request_id
+        self._call_key = call_key
         self._sample = sample
         self._is_finished = False
         self.num_reasoning_tokens = 0
@@ -68,7 +67,7 @@ class AnswerStream:
         else:
             call = message.tool_call
             call.index, call.name, call.arguments = part.call, part.name, part.text
-            call.id = self._plan.call_id(self._request_id, self._sample, part)
+            call.id = call_id(self._call_key, self._sample, part.call)
 
 
 def _append(message: pb.AnswerPart, text: str) -> None:

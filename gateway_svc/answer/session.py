@@ -19,7 +19,7 @@ from gateway_svc.request.models import ServedModel
 from gateway_svc.request.prompts.images import images_of
 from gateway_svc.request.prompts.reader import PromptInput
 from gateway_svc.request.tools import AnswerPlan, answer_plan, read_tools
-from gateway_svc.text.chat_output import AnswerPiece, Item, ItemKind, items_of
+from gateway_svc.text.chat_output import AnswerPiece, Item, ItemKind, call_id, call_key, items_of
 from gateway_svc.text.stop_strings import StoppedText, StopStrings
 from request_fields.fields import GRAMMAR_FIELDS, fields_of
 
@@ -161,14 +161,11 @@ def answer_message(base: SessionBase, model: ServedModel) -> pb.ChatMessage:
         raise invalid("prompt.chat", f"is set, but model {model.name!r} has no tokenizer; send token ids")
     pieces = _pieces(base, model, plan)
     message = pb.ChatMessage(role="assistant")
-    calls = iter({piece.call: piece for piece in reversed(pieces) if piece.kind is ItemKind.TOOL_CALL}.items())
-    ids = {
-        call: plan.call_id(content.origin_id or base.request.request_id, base.sample, piece) for call, piece in calls
-    }
+    key = call_key(content.origin_id or base.request.request_id, base.request.sampling.seed, prompt_ids)
     call = 0
     for item in items_of(pieces):
         if item.kind is ItemKind.TOOL_CALL:
-            message.tool_calls.add(id=ids[call], name=item.name, arguments=item.text)
+            message.tool_calls.add(id=call_id(key, base.sample, call), name=item.name, arguments=item.text)
             call += 1
         else:
             _add_text(message, item)
@@ -191,7 +188,7 @@ def _pieces(base: SessionBase, model: ServedModel, plan: AnswerPlan) -> list[Ans
         text = StoppedText(text, matcher, first_stop=stop.min_tokens)
     if _is_ended_by_token(base.record.ends[base.sample]):
         ids.pop()
-    answer = AnswerStream(plan, base.request.request_id, base.sample)
+    answer = AnswerStream(plan, "", base.sample)
     pieces, _ = answer.push(text, ids)
     return [*pieces, *answer.finish("" if text.stop is not None else text.flush())]
 

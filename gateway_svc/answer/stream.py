@@ -27,6 +27,7 @@ from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.schedulers.logprobs import PromptLogprobJournal, PromptLogprobStream, TakenLogprobs
 from gateway_svc.schedulers.scheduler_request import SampleJournal, SchedulerRequest
 from gateway_svc.text.answer import AnswerPiece
+from gateway_svc.text.chat_output import call_key
 from gateway_svc.text.detokenizer import SampleText
 from request_fields.fields import FinishReason
 from svc_common.errors import InvalidRequestError
@@ -50,7 +51,10 @@ class SampleStream:
         self.reason = types.FINISH_REASON_UNSPECIFIED  # set when it is done
         self._plan = plan
         self._text = text
-        self._answer = None if plan.output.answer is None else AnswerStream(plan.output.answer, plan.request_id, index)
+        self._answer: AnswerStream | None = None
+        if plan.output.answer is not None:
+            key = call_key(plan.request_id, plan.sampling.params.seed, plan.prompt.ids)
+            self._answer = AnswerStream(plan.output.answer, key, index)
         self._parts: list[AnswerPiece] = []  # unsent parts of the answer
         self._cursor = 0
         self._cumulative = plan.resume.cumulative_logprobs[index] if plan.output.logprobs is not None else 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence, Sized
 from contextlib import aclosing
@@ -33,6 +32,7 @@ from gateway_svc.http.replays import Around, ReplayEntries
 from gateway_svc.http.replies import (
     EventStream,
     Numbered,
+    answer_id,
     encoded_events,
     ignored_headers,
     json_reply,
@@ -233,18 +233,18 @@ class Handlers:
         for one in asked.requests:
             prompts.append(await self._parts_of(one, asked))
             await slices.rest()
-        answer_id = f"{shape.id_prefix}-{secrets.token_hex(12)}"
-        log.debug("HTTP request %s is request %s", request.scope["request_id"], answer_id)
-        record_request_id(answer_id)
-        requests = _with_ids(asked.requests, answer_id)
+        own_id = await answer_id(request, f"{shape.id_prefix}-")
+        log.debug("HTTP request %s is request %s", request.scope["request_id"], own_id)
+        record_request_id(own_id)
+        requests = _with_ids(asked.requests, own_id)
         replays = ReplayEntries(request, self._directory)
         events = self._events(requests, asked.timeout_s, replays.around)
         headers = ignored_headers(asked.ignored)
         if asked.is_stream:
-            stream = StreamAnswer(asked, shape, answer_id, int(time.time()), prompts)
+            stream = StreamAnswer(asked, shape, own_id, int(time.time()), prompts)
             stream.late_fields = replays.fields
             return await EventStream.begun(encoded_events(stream, events, request.scope), headers)
-        answer = WholeAnswer(asked, shape, answer_id, int(time.time()), prompts)
+        answer = WholeAnswer(asked, shape, own_id, int(time.time()), prompts)
         answer.late_fields = replays.fields
         async with aclosing(events):
             async for prompt, event in events:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from google.protobuf import json_format
@@ -49,46 +49,37 @@ class ReplayEntries:
         return self._read(self._num_begun, request, events)
 
     async def _read(self, number: int, request: pb.GenerateRequest, events: Events) -> Events:
-        entry = _AnswerEntry(request)
+        asked, taken, num_open = pb.GenerateRequest(), list[pb.GenerateResponse](), 0
+        asked.CopyFrom(request)
         async with aclosing(events):
             async for event in events:
-                if event.HasField("accepted"):
-                    entry.begin(event.accepted, self._directory)
-                elif entry.ends_with(event):
-                    self._entries[number] = Raw(await asyncio.to_thread(lambda: encode(entry.made())))
+                taken.append(event)
+                num_open += event.accepted.n - event.HasField("finished")
+                if not num_open:
+                    accepted = taken[0].accepted
+                    info = self._directory.find_text(accepted.target or accepted.model).info
+                    self._entries[number] = Raw(await asyncio.to_thread(_encoded_entry, asked, info, taken))
                 yield event
 
 
-class _AnswerEntry:
-    """The entry of one generation, from its events."""
-
-    def __init__(self, request: pb.GenerateRequest) -> None:
-        self._request = pb.GenerateRequest()
-        self._request.CopyFrom(request)
-
-    def begin(self, accepted: pb.Accepted, directory: ModelDirectory) -> None:
-        self._accepted = accepted
-        self._info = directory.find_text(accepted.target or accepted.model).info
-        self._texts: list[list[str]] = [[] for _ in range(accepted.n)]
-        self._messages = [MessageBuilder() for _ in range(accepted.n)]
-        self._ends: dict[int, pb.Finished] = {}
-
-    def ends_with(self, event: pb.GenerateResponse) -> bool:
-        """Take an event after the first one. Returns whether all samples have ended."""
+def _encoded_entry(request: pb.GenerateRequest, info: types.ModelInfo, events: Sequence[pb.GenerateResponse]) -> bytes:
+    """The entry of a generation, from all its events."""
+    accepted, ends = events[0].accepted, [event.finished for event in events if event.HasField("finished")]
+    chunks: list[list[pb.Chunk]] = [[] for _ in ends]
+    for event in events:
         if event.HasField("chunk"):
-            self._texts[event.chunk.index].append(event.chunk.text)
-            self._messages[event.chunk.index].add(event.chunk.parts)
-        elif event.HasField("finished"):
-            self._ends[event.finished.index] = event.finished
-        return len(self._ends) == self._accepted.n
+            chunks[event.chunk.index].append(event.chunk)
+    samples = [_sample(chunks[end.index], end) for end in sorted(ends, key=lambda end: end.index)]
+    asked = json_format.MessageToDict(request, preserving_proto_field_name=True)
+    return encode(turn_entry(asked, info, accepted, samples))
 
-    def made(self) -> Json:
-        request = json_format.MessageToDict(self._request, preserving_proto_field_name=True)
-        return turn_entry(request, self._info, self._accepted, [self._sample(i) for i in sorted(self._ends)])
 
-    def _sample(self, index: int) -> Json:
-        message, finished = self._messages[index].message(), self._ends[index]
-        text = "".join(self._texts[index]) + (message["content"] or "")
-        calls = [{"id": call["id"], **call["function"]} for call in message.get("tool_calls", ())]
-        reason = types.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()
-        return sample_entry(text, message.get("reasoning", ""), calls, reason, finished)
+def _sample(chunks: Sequence[pb.Chunk], finished: pb.Finished) -> Json:
+    builder = MessageBuilder()
+    for chunk in chunks:
+        builder.add(chunk.parts)
+    message = builder.message()
+    text = "".join(chunk.text for chunk in chunks) + (message["content"] or "")
+    calls = [{"id": call["id"], **call["function"]} for call in message.get("tool_calls", ())]
+    reason = types.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()
+    return sample_entry(text, message.get("reasoning", ""), calls, reason, finished)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
+import xxhash
 from quire.v1 import inference_pb2 as pb
 from starlette.requests import Request
 from starlette.responses import Response
@@ -121,6 +123,17 @@ def mark_conversation(request: Request, asked: Iterable[pb.GenerateRequest]) -> 
     for one in asked:
         if name and not one.scheduling.conversation:
             one.scheduling.conversation = name.encode()[: CONVERSATION.max_bytes].decode(errors="ignore")
+
+
+IDEMPOTENCY_HEADER = "idempotency-key"
+
+
+async def answer_id(request: Request, prefix: str) -> str:
+    """The id of an answer and of its request: the same for each retry of a body with the same Idempotency-Key."""
+    key = request.headers.get(IDEMPOTENCY_HEADER)
+    if key is None:
+        return prefix + secrets.token_hex(16)
+    return prefix + xxhash.xxh3_128_hexdigest(b"%b\0%b" % (key.encode(), await request.body()))
 
 
 class StreamedAnswer(Protocol):

@@ -15,9 +15,8 @@ from quire.v1 import inference_pb2 as pb
 from gateway_svc.request.field_errors import CHAT, invalid
 from gateway_svc.request.models import ServedModel
 from gateway_svc.text.bundle import Tokenizer
-from gateway_svc.text.chat_output import AnswerPiece, ChatFormat, ChatParser, call_id, short_call_id
+from gateway_svc.text.chat_output import ChatFormat, ChatParser
 from gateway_svc.text.reasoning import ReasoningFormat
-from gateway_svc.text.tool_formats import CallIds
 from gateway_svc.text.tool_grammar import CallRules, tool_grammar
 from grammars.schemas import INPUT_GRAMMAR, GrammarError, schema_of
 from request_fields.fields import MAX_GRAMMAR_BYTES, MAX_MARKER_IDS, MAX_THINKING_LAST_IDS, MAX_UINT32
@@ -52,7 +51,6 @@ class AnswerPlan:
     schemas: Mapping[str, Mapping[str, Any]]
     is_parallel: bool
     is_reasoning_begun: bool  # the prompt ends with the start of reasoning
-    num_earlier_calls: int = 0  # in the messages of the chat
     must_call: bool = False
 
     def new_parser(self) -> ChatParser:
@@ -63,12 +61,6 @@ class AnswerPlan:
             is_parallel=self.is_parallel,
             must_call=self.must_call,
         )
-
-    def call_id(self, request_id: str, sample: int, call: AnswerPiece) -> str:
-        ids = CallIds.OPAQUE if self.format.tools is None else self.format.tools.ids
-        if ids is CallIds.NUMBERED:
-            return f"functions.{call.name}:{self.num_earlier_calls + call.call}"
-        return (short_call_id if ids is CallIds.SHORT else call_id)(request_id, sample, call.call)
 
 
 def must_call(chat: pb.Chat) -> bool:
@@ -149,7 +141,6 @@ def answer_plan(
         tools.schemas,
         is_parallel=_is_parallel(chat),
         is_reasoning_begun=is_reasoning_begun(chat, format, model.text.tokenizer, prompt_ids),
-        num_earlier_calls=sum(len(message.tool_calls) for message in chat.messages),
         must_call=must_call(chat),
     )
 

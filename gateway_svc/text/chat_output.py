@@ -15,6 +15,7 @@ reasoning nor a call, such as a malformed call, is content.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +29,6 @@ from gateway_svc.text.tool_formats import TOOL_FORMATS, TOOL_PARSERS, ToolFormat
 __all__ = [
     "AnswerPiece", "ChatFormat", "ChatParser", "Item", "ItemKind", "call_id", "items_of", "parse", "short_call_id",
 ]  # fmt: skip
-
-SHORT_ID_CHARS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-SHORT_ID_SIZE = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,22 +131,21 @@ def parse(
     return items_of([*parts, *(parser.finish() if is_finished else [])])
 
 
-def call_id(request_id: str, sample: int, call: int) -> str:
+def call_key(request_id: str, seed: int, prompt_ids: array[int]) -> str:
+    """What the ids of an answer's calls depend on. A retry with the same id and seed has the same ids, and the same id
+    with another prompt has other ones.
+    """
+    return f"{request_id}/{seed}/{xxhash.xxh3_128_hexdigest(prompt_ids.tobytes())}"
+
+
+def call_id(key: str, sample: int, call: int) -> str:
     """The id of a tool call: the same after a resume, in streams and in whole answers."""
-    return f"call_{_digest(request_id, sample, call):032x}"
+    return f"call_{xxhash.xxh3_128_hexdigest(f'{key}/{sample}/{call}'.encode())}"
 
 
-def short_call_id(request_id: str, sample: int, call: int) -> str:
-    """The same of 9 letters and digits."""
-    digest, chars = _digest(request_id, sample, call), []
-    for _ in range(SHORT_ID_SIZE):
-        digest, index = divmod(digest, len(SHORT_ID_CHARS))
-        chars.append(SHORT_ID_CHARS[index])
-    return "".join(chars)
-
-
-def _digest(request_id: str, sample: int, call: int) -> int:
-    return xxhash.xxh3_128_intdigest(f"{request_id}/{sample}/{call}".encode())
+def short_call_id(number: int) -> str:
+    """An id of 9 letters and digits."""
+    return xxhash.xxh3_64_hexdigest(str(number).encode())[:9]
 
 
 AUTO, NONE = "auto", "none"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing
@@ -23,6 +22,7 @@ from gateway_svc.http.replays import ReplayEntries
 from gateway_svc.http.replies import (
     EventStream,
     Read,
+    answer_id,
     encoded_events,
     ignored_headers,
     json_reply,
@@ -178,7 +178,7 @@ class MessagesHandlers:
         """Answer a chat in Anthropic's format."""
         asked = await self._asked(request, messages_request)
         mark_conversation(request, [asked.request])
-        message_id = f"msg_{secrets.token_hex(12)}"
+        message_id = await answer_id(request, "msg_")
         record_request_id(message_id)
         asked.request.request_id = message_id
         builder = BlockBuilder(message_id, asked.request.model)

@@ -22,7 +22,7 @@ from gateway_svc.answer.resuming import Resumed
 from gateway_svc.callers.caller import CANCELLED, OK, forked, record_request_id, scoped
 from gateway_svc.http.json_text import encode, named_event
 from gateway_svc.http.replays import Around, ReplayEntries
-from gateway_svc.http.replies import EventStream, Read, ignored_headers, json_reply, mark_conversation
+from gateway_svc.http.replies import EventStream, Read, answer_id, ignored_headers, json_reply, mark_conversation
 from gateway_svc.http.responses.bodies import ResponseBody, messages_of, response_request, with_ids
 from gateway_svc.http.responses.events import Event, events_of
 from gateway_svc.http.responses.runs import ResponseRun, Source
@@ -69,7 +69,7 @@ class ResponsesHandlers:
         mark_conversation(request, [asked.request])
         self._directory.find_text(asked.request.model).require_tokenizer("input")
         is_stored = self._is_stored(asked)
-        response_id = f"resp_{secrets.token_hex(24)}"
+        response_id = await answer_id(request, "resp_")
         record_request_id(response_id)
         await self._add_conversation(asked)
         replays = ReplayEntries(request, self._directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from quire.v1 import inference_pb2 as pb
@@ -15,6 +16,8 @@ from gateway_svc.request.sandbox.template_renderer import render_frame, rendered
 from gateway_svc.request.tools import ChatTools, must_call, parse_json, read_tools, refused, shown
 from gateway_svc.text.bundle import RenderOptions
 from gateway_svc.text.chat import ChatTemplateError
+from gateway_svc.text.chat_output import short_call_id
+from gateway_svc.text.tool_formats import CallIds, ToolFormat
 from svc_common.errors import InvalidRequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -112,7 +115,23 @@ def chat_frame(chat: pb.Chat, model: ServedModel) -> tuple[bytes, ChatTools]:
     except ChatTemplateError as error:
         raise InvalidRequestError(f"{CHAT}: {error}", field=CHAT) from None
     messages = [_message_variables(message) for message in chat.messages]
+    _set_call_ids(messages, model.chat_format(chat.chat_template, has_tools=True).tools)
     return render_frame(template, messages, options, chat.ByteSize() - _images_size(chat)), tools
+
+
+def _set_call_ids(messages: Iterable[dict[str, Any]], format: ToolFormat | None) -> None:
+    """Give calls and their results the ids that the template requires: functions of their number in the chat."""
+    if format is None or format.ids is CallIds.OPAQUE:
+        return
+    shown, number = dict[str, str](), 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            is_short = format.ids is CallIds.SHORT
+            new_id = short_call_id(number) if is_short else f"functions.{call['function']['name']}:{number}"
+            shown[call["id"]] = call["id"] = new_id
+            number += 1
+        if "tool_call_id" in message:
+            message["tool_call_id"] = shown.get(message["tool_call_id"], message["tool_call_id"])
 
 
 def _message_variables(message: pb.ChatMessage) -> dict[str, Any]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from array import array
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway_svc.request.tools import AnswerPlan
+from gateway_svc.request.prompts.chat import _set_call_ids
 from gateway_svc.text.answer import AnswerPiece, Item, ItemKind, items_of
 from gateway_svc.text.calls.xml import XmlCalls
-from gateway_svc.text.chat_output import ChatFormat, ChatParser, call_id, parse, short_call_id
+from gateway_svc.text.chat_output import ChatFormat, ChatParser, call_id, call_key, parse, short_call_id
 from gateway_svc.text.reasoning import GEMMA4, GPT_OSS, MAGISTRAL, THINK
 from gateway_svc.text.tool_formats import TOOL_FORMATS
 from tests.unit.gateway.chat_samples import SAMPLES
@@ -503,9 +505,11 @@ def test_call_ids_are_a_function_of_request_sample_and_call() -> None:
     assert len(ids) == 8
     assert call_id("a", 0, 0) == call_id("a", 0, 0)
     assert call_id("a", 0, 0).startswith("call_")
-    short = short_call_id("a", 0, 0)
-    assert len(short) == 9
-    assert short.isalnum()
+    keys = {call_key(*parts) for parts in product(("a", "b"), (1, 2), (array("I", [7]), array("I", [7, 7])))}
+    assert len(keys) == 8
+    short = {short_call_id(number) for number in range(1000)}
+    assert len(short) == 1000
+    assert all(len(one) == 9 and one.isalnum() for one in short)
 
 
 def test_parsers_of_one_half_of_harmony() -> None:
@@ -522,9 +526,21 @@ def test_reasoning_of_gemma() -> None:
 
 
 def test_numbered_call_ids_count_through_the_chat() -> None:
-    plan = AnswerPlan(FORMATS["kimi_k2"], {}, is_parallel=True, is_reasoning_begun=False, num_earlier_calls=2)
-    piece = AnswerPiece(1, ItemKind.TOOL_CALL, "{", call=1, name="f")
-    assert plan.call_id("r", 0, piece) == "functions.f:3"
+    """The ids of the clients stay unique; the template gets those that it requires, also for an id that comes twice."""
+    for name, shown in (("hermes", ["x", "y", "x"]), ("mistral", [short_call_id(i) for i in range(3)])):
+        assert shown_ids(name) == [shown, [shown[1], shown[0], shown[2], "unknown"]]
+    assert shown_ids("kimi_k2")[0] == ["functions.f:0", "functions.g:1", "functions.f:2"]
+
+
+def shown_ids(name: str) -> list[list[str]]:
+    """The ids of calls and of results that a template gets."""
+    messages: list[Any] = []
+    for calls, results in (([("x", "f"), ("y", "g")], ["y", "x"]), ([("x", "f")], ["x", "unknown"])):
+        messages.append({"tool_calls": [{"id": call_id, "function": {"name": tool}} for call_id, tool in calls]})
+        messages += [{"role": "tool", "tool_call_id": call_id} for call_id in results]
+    _set_call_ids(messages, FORMATS[name].tools)
+    calls = [call["id"] for message in messages for call in message.get("tool_calls", ())]
+    return [calls, [message["tool_call_id"] for message in messages if "tool_call_id" in message]]
 
 
 def test_streamed_arguments_are_valid_json() -> None:

@@ -13,7 +13,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 from tokenizers import AddedToken
 
-from gateway_svc.text.chat_output import call_id, short_call_id
+from gateway_svc.text.chat_output import call_id
 from gateway_svc.text.reasoning import GPT_OSS
 from tests.chat_templates import CLOCK, TEMPLATES, WEATHER
 from tests.unit.gateway.fakes import EOS, FakeScheduler, Result, TestGateway, make_bundle, make_info, refused
@@ -89,6 +89,13 @@ def parsed(**output: Any) -> pb.OutputParams:
     return pb.OutputParams(parse_chat=True, **output)
 
 
+def expected_ids(result: Result) -> list[str]:
+    """The ids of two calls, from what the client sees: the seed follows from the id of the request if it has none."""
+    accepted = result.accepted
+    key = f"r/{accepted.seed}/{accepted.prompt_digest.hex()}"
+    return [call_id(key, 0, number) for number in range(2)]
+
+
 async def first_parts(gateway: TestGateway, request: pb.GenerateRequest, count: int) -> list[pb.AnswerPart]:
     """The parts that a client has with the first `count` tokens, before it loses the stream."""
     call = gateway.generate(request)
@@ -117,7 +124,7 @@ async def test_a_resumed_answer_continues_after_any_token() -> None:
             again.MergeFrom(request)
             rest = await gateway.collect(again)
             assert items([*before, *parts_of(rest)]) == ITEMS
-            expected = [call_id("r", 0, 0), call_id("r", 0, 1)]
+            expected = expected_ids(rest)
             assert all(p.tool_call.id == expected[p.tool_call.index] for p in parts_of(rest) if p.HasField("tool_call"))
             assert rest.finished[0].usage.reasoning_tokens == len(encode(ANSWER[: ANSWER.index("\n\nI look")]))
 
@@ -129,7 +136,7 @@ async def test_markers_that_are_special_tokens_reach_the_parser() -> None:
         result = await gateway.collect(request_id="r", prompt=chat_of(tools_json=TOOLS), output=parsed())
         plain = await gateway.collect(prompt=chat_of(tools_json=TOOLS))
     assert items(parts_of(result)) == [("content", "Hm."), ("weather", '{"city": "Zürich"}')]
-    assert parts_of(result)[-1].tool_call.id == short_call_id("r", 0, 0)
+    assert parts_of(result)[-1].tool_call.id == expected_ids(result)[0]
     assert plain.text() == 'Hm.weather{"city": "Zürich"}'
 
 
