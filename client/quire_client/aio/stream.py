@@ -229,7 +229,7 @@ class AsyncGenerateStream:
 
     @property
     def seed(self) -> int:
-        """The seed in use; the server draws one if the request has none."""
+        """The seed in use; if the request has none, it follows from `request_id`."""
         return self._accepted.seed
 
     @property

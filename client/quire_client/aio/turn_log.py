@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
-from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -14,7 +13,7 @@ from quire.v1 import inference_pb2 as pb
 from quire_client.aio.transport import in_thread
 from quire_client.assembly import StreamAssembler
 from quire_client.plain import plain
-from quire_client.types import FinishReason, Sample
+from quire_client.types import FinishReason
 from request_fields.replay_log import sample_entry, turn_entry
 
 
@@ -33,7 +32,7 @@ class AsyncTurnLog:
         """Write the line of an answer, unless it was aborted."""
         if all(sample.finish_reason is not FinishReason.ABORTED for sample in assembler.finished_samples):
             line = json.dumps(await self.entry_of(assembler), ensure_ascii=False)
-            await in_thread(partial(_append, self._path, line))
+            await in_thread(lambda: _append(self._path, line))
 
     async def entry_of(self, assembler: StreamAssembler) -> dict[str, Any]:
         """The entry of a complete answer."""
@@ -43,12 +42,13 @@ class AsyncTurnLog:
             response = await self._unary(lambda gateway: gateway.stub.GetModel, named)
             self._models[accepted.revision] = response.model.info
         request = json_format.MessageToDict(assembler.request, preserving_proto_field_name=True)
-        samples = [_sample_entry(sample, assembler.ends[sample.index]) for sample in assembler.finished_samples]
+        samples = [
+            sample_entry(
+                one.text, one.reasoning, plain(one.tool_calls), one.finish_reason.value, assembler.ends[one.index]
+            )
+            for one in assembler.finished_samples
+        ]
         return turn_entry(request, self._models[accepted.revision], accepted, samples)
-
-
-def _sample_entry(sample: Sample, finished: pb.Finished) -> dict[str, Any]:
-    return sample_entry(sample.text, sample.reasoning, plain(sample.tool_calls), sample.finish_reason.value, finished)
 
 
 def _append(path: str | PathLike[str], line: str) -> None:
