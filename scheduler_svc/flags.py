@@ -39,8 +39,8 @@ FLAGS = (
         default=4 << 20,
     ),
     Flag("--max-input-bytes", size_bytes,
-        "limit of the data of inputs that are not tokens (embeddings) of all open requests; further requests "
-        "with such inputs get RESOURCE_EXHAUSTED", default="1G",
+        "limit of the data of inputs that are not tokens (embeddings) and of old answers (draft_of) of all open "
+        "requests; further requests with such data get RESOURCE_EXHAUSTED", default="1G",
     ),
     MEMORY_FLAG,
     Flag("--watermark", in_range(float, 0.0, 0.5),

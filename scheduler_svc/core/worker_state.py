@@ -374,6 +374,7 @@ class WorkerState:
             fork_of_row=parent,
         )
         if group.features.items or self.parts_of_all:
+            plan.num_bytes += group.features.num_bytes if parent is None else 0
             for part in self.parts_of(group):
                 part.open(seq, opened, plan)
         plan.opens.append(opened)

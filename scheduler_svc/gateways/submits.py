@@ -22,6 +22,7 @@ from request_fields.fields import MAX_BANNED_IDS, FieldError, StopCondition, has
 from request_fields.parameters import BeamParams, beam_params, grammar_of
 from scheduler_svc.core.features.adapters import UsesAdapter
 from scheduler_svc.core.features.beams import Beams
+from scheduler_svc.core.features.draft_bytes import DraftBytes
 from scheduler_svc.core.features.encoder import EncoderPositions
 from scheduler_svc.core.features.inputs import Inputs
 from scheduler_svc.core.features.pooled import PooledRequest
@@ -184,6 +185,8 @@ def _features(
         row.encoder.CopyFrom(submit.encoder)
     if border := _num_public_blocks(submit, info):
         features.append(PublicPrefix(border, root_key(cache_salt=submit.cache_salt.encode())))
+    if submit.draft_token_ids:
+        features.append(DraftBytes(len(submit.draft_token_ids)))
     if submit.inputs:
         features.append(_inputs(submit.inputs, len(prompt), info, row))
     if submit.HasField("prompt_logprobs"):

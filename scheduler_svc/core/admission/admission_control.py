@@ -127,13 +127,13 @@ class AdmissionControl:
             )
 
     def _check_bytes(self, group: SequenceGroup) -> None:
-        """The scheduler keeps the inputs of a request until it ends, because a worker may fail at any time."""
+        """The scheduler keeps inputs and drafts until their request ends, because a worker may fail at any time."""
         held, limit = self._requests.num_bytes, self._config.max_input_bytes
         factor = RETURNING_FACTOR if group.takes_over else 1
         if held + group.features.num_bytes > factor * limit:
             raise QueueFullError(
-                f"the inputs of open requests have {held} bytes, this request adds {group.features.num_bytes}, and the "
-                f"limit is {limit} (--max-input-bytes of the scheduler); retry later"
+                f"the inputs and drafts of open requests have {held} bytes, this request adds "
+                f"{group.features.num_bytes}, the limit is {limit} (--max-input-bytes of the scheduler); retry later"
             )
 
     def _check_size(self, group: SequenceGroup) -> None:

@@ -69,7 +69,6 @@ class InputRows(WorkerPart):
         opened.inputs = found.after(opened.num_computed_tokens)
         if not opened.inputs:
             return
-        plan.num_bytes += found.num_bytes
         starts, row = {carried.start for carried in opened.inputs}, opened.row
         work = [ImageWork(row, start, 0, total) for start, total in found.image_work if start in starts]
         if work:

@@ -10,6 +10,7 @@ import pytest
 from request_fields.sizes import MAX_INPUT_BYTES
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import QueueFullError
+from scheduler_svc.core.features.draft_bytes import DraftBytes
 from scheduler_svc.core.sequence import FinishReason, SequenceGroup
 from step_protocol.features import ImageSteps, ImageWork
 from step_protocol.messages import StepBatch
@@ -49,11 +50,30 @@ def test_the_inputs_of_a_step_fit_one_message() -> None:
     check_scheduler(scheduler)
 
 
+def test_old_answers_of_a_step_fit_one_message_with_inputs() -> None:
+    """A larger message fails, and the worker with it. Forks carry nothing."""
+    scheduler = make_scheduler(make_capacity(max_num_batched_tokens=256), max_input_bytes=3 * MAX_INPUT_BYTES)
+    drafts = DraftBytes(MAX_INPUT_BYTES // 2)
+    for name, n in (("a", 3), ("b", 1), ("c", 1)):
+        scheduler.add_group(make_group(8, name, n=n, others=[drafts]), 0.0)
+    scheduler.add_group(request("d", range(8), (0, 8), num_bytes=1), 0.0)
+    opened = []
+    for _ in range(2):
+        (batch,) = scheduler.schedule(0.0)
+        opened.append({item.group.request_id for item in batch.opens})
+        answer(scheduler, batch)
+    assert opened[0] == {"a", "b"}
+    with pytest.raises(QueueFullError, match="inputs and drafts of open requests have"):
+        scheduler.add_group(make_group(8, "e", others=[DraftBytes(2 * MAX_INPUT_BYTES)]), 0.0)
+    run_to_end(scheduler)
+    check_scheduler(scheduler)
+
+
 def test_the_inputs_of_open_requests_are_limited() -> None:
     scheduler = make_scheduler(max_input_bytes=250)
     scheduler.add_group(request("a", 8, (0, 8)), 0.0)
     scheduler.add_group(request("b", 8, (0, 8)), 0.0)
-    with pytest.raises(QueueFullError, match=r"have 200 bytes, this request adds 100, and the limit is 250"):
+    with pytest.raises(QueueFullError, match=r"have 200 bytes, this request adds 100, the limit is 250"):
         scheduler.add_group(request("c", 8, (0, 8)), 0.0)
     scheduler.add_group(request("text", 8, num_bytes=0), 0.0)
     scheduler.add_group(request("c", 8, (0, 8), takes_over=True), 0.0)  # it was accepted before

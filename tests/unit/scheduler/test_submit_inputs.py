@@ -40,8 +40,10 @@ def refusal(submit: scheduler_pb2.Submit, **info: Any) -> InvalidRequestError:
 
 def test_inputs_reach_the_worker_unchanged() -> None:
     first, second = random_embeddings(5, HIDDEN, start=2), random_embeddings(6, HIDDEN, seed=1, start=14)
-    group = reader().group(submit_with(first, second), owner=0)
-    assert group.features.num_bytes == len(first.data) + len(second.data)
+    submit = submit_with(first, second)
+    submit.draft_token_ids = b"\5\0\0\0" * 9
+    group = reader().group(submit, owner=0)
+    assert group.features.num_bytes == len(first.data) + len(second.data) + 36
     inputs = group.features.find(Inputs)
     assert inputs is not None
     row = RowAssignment(0, group, 0, group.prompt, 20, np.empty(0, np.uint32), 8, inputs=inputs.after(8))
