@@ -52,7 +52,7 @@ def read_requests(path: Path) -> list[StoredRequest]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             found += [_request_of(json.loads(line), str(number))] if line.strip() else []
-        except (ValueError, TypeError, QuireError) as error:
+        except (ValueError, TypeError, RecursionError, QuireError) as error:
             raise InvalidRequest(f"{path}, line {number}: {error}") from None
     if not found:
         raise InvalidRequest(f"{path} has no requests")
@@ -161,12 +161,14 @@ class Comparison:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 0; 1 for more differing answers than --max-differing; 2 for a bad file; 3 if requests have errors."""
+    """Exit code: 0; 1 for more differing answers than --max-differing; 2 if it cannot begin; 3 for failed requests."""
     code, made = 0, list[Comparison]()
     try:
+        if not Path(args.output).parent.is_dir():
+            raise InvalidRequest(f"--output is {args.output}, but its folder does not exist")
         requests, rule = read_requests(args.requests), _rule_of(args.score) if args.score else None
         asyncio.run(_compare(args, requests, rule, made))
-    except InvalidRequest as error:
+    except (QuireError, OSError) as error:
         complain(str(error))
         return EXIT_BAD_FILE
     except KeyboardInterrupt:

@@ -77,7 +77,9 @@ def test_both_forms_of_a_line_are_read(tmp_path: Path) -> None:
         ('{"body": {"prompt": "a", "response_format": {}}}', "unknown option response_format"),
         ('{"request": {"seed": 1}}', "give exactly one of prompt, token_ids and messages"),
         ("\n", "has no requests"),
+        ("[" * 100_000, "maximum recursion depth"),
     ],
+    ids=lambda value: value[:40],
 )
 def test_a_line_that_is_no_request_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: str
@@ -99,6 +101,24 @@ def test_a_rule_that_cannot_be_loaded_ends_the_command(tmp_path: Path, capsys: p
     flags = "--requests", str(file), "-o", str(tmp_path / "report"), "--score", str(rule)
     assert cli.main(["compare", "a", "b", *flags]) == 2
     assert "has no function score(line, text)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "output", "words"),
+    [
+        ("none", "r", "No such file"),
+        ("lines", "no/r", "does not exist"),
+        ("lines", "r", "no gateway answers"),
+    ],
+)
+def test_a_comparison_that_cannot_begin_is_no_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, output: str, words: str
+) -> None:
+    """Exit code 1 means that answers differ; a missing folder is found before anything is computed."""
+    (tmp_path / "lines").write_text('{"request": {"prompt": "a"}}')
+    flags = "--requests", str(tmp_path / file), "-o", str(tmp_path / output), "--target", "127.0.0.1:1"
+    assert cli.main(["compare", "a", "b", *flags]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_the_noise_is_that_of_the_engine() -> None:
