@@ -14,16 +14,12 @@ from typing import Any
 
 import pytest
 import quire_cli as cli
-import torch
-from peft import LoraConfig, get_peft_model
 from quire_client import Client
 from quire_client.demo import demo_model_dir
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 
 from tests.processes.stack import Service, Stack
 from tests.unit.engine.adapters import ATTENTION, make_adapter
-from tests.unit.engine.models import load_reference
 
 PAIRS = json.loads((demo_model_dir() / "pairs.json").read_text())["pairs"]
 QUESTIONS = [f"What does {pair['about']} do?" for pair in PAIRS if "about" in pair][:300]
@@ -45,7 +41,7 @@ def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service
     """The gateway of the demo model and of its adapter `tuned`, and that of other weights."""
     root = tmp_path_factory.mktemp("compare")
     adapter = make_adapter(demo_model_dir(), root / "tuned", seed=1, target_modules=ATTENTION, strength=0.005)
-    flags = (*FLAGS, "--max-adapters", "1", "--adapter", f"tuned={adapter}", "--adapter-dir", "/")
+    flags = (*FLAGS, "--max-adapters", "1", "--adapter", f"tuned={adapter}")
     with Stack(root) as stack:
         made = []
         for folder, more in ((demo_model_dir(), flags), (other_weights(root / "other"), FLAGS)):
@@ -55,25 +51,6 @@ def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service
             worker.wait_ready()
             made[-1].wait_ready()
         yield made[0], made[1]
-
-
-def fine_tuned(folder: Path) -> Path:
-    """An adapter of the demo model that was trained on 150 of its pairs with the first letters in upper case."""
-    tokenizer = Tokenizer.from_file(str(demo_model_dir() / "tokenizer.json"))
-    pairs = [pair for pair in PAIRS if "about" in pair][300:450]
-    chat = "<|im_start|>user\nWhat does {} do?<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>"
-    texts = [chat.format(pair["about"], pair["answer"].title()) for pair in pairs]
-    config = LoraConfig(r=8, lora_alpha=16, task_type="CAUSAL_LM", target_modules=ATTENTION)
-    model: Any = get_peft_model(load_reference(demo_model_dir()), config)
-    torch.manual_seed(0)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
-    for text in texts:
-        ids = torch.tensor([tokenizer.encode(text).ids])
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(str(folder))
-    return folder
 
 
 def num_steps(client: Client) -> int:
@@ -151,21 +128,6 @@ def test_an_adapter_wins_with_less_variance_if_the_noise_is_the_same(
             assert path["log_ratio"] == pytest.approx(sum(path["logprobs"]) - sum(path["other_logprobs"]))
     _, mirrored = compare(tmp_path, "tuned demo", lines, *flags)
     assert [one["paths"][::-1] for one in mirrored["answers"]] == [one["paths"] for one in report["answers"]]
-
-
-@pytest.mark.deep
-def test_noise_in_common_lowers_the_variance_for_a_trained_adapter(
-    gateways: tuple[Service, Service], tmp_path: Path
-) -> None:
-    target, folder = gateways[0].address, fine_tuned(tmp_path / "trained")
-    with Client.connect(target) as client:
-        client.load_adapter("trained", str(folder))
-    rule = tmp_path / "rule.py"
-    rule.write_text("def score(line, text):\n    return len(text)\n")
-    for temperature in (0.5, 1.0):
-        lines = [body_line(i % len(QUESTIONS), temperature=temperature, seed=i) for i in range(600)]
-        _, report = compare(tmp_path, "demo trained", lines, "--target", target, "--score", str(rule))
-        print(temperature, report["summary"])
 
 
 def test_ctrl_c_writes_what_was_compared(gateways: tuple[Service, Service], tmp_path: Path) -> None:

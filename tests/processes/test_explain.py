@@ -79,7 +79,7 @@ def check(found: dict[str, Any], raw: Any, final: Any) -> None:
     assert found["margin"] is None or found["margin"] >= 0
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(40, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(42, marks=pytest.mark.deep)])
 def test_a_stored_answer_is_explained(target: str, capsys: pytest.CaptureFixture[str], rounds: int) -> None:
     rng, num_margins = random.Random(1), 0
     for seed in range(rounds):
