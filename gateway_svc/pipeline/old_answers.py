@@ -31,7 +31,8 @@ class OldAnswers:
         """The token ids of the old answer that a request names, u32[] of at most MAX_DRAFT_IDS; of a request that names
         none, those of the record `former_id`, if it is set and can be read.
 
-        Raises ServiceError, but not NotFoundError if the request continues: its record may have expired since it began.
+        Raises ServiceError, but not for the record of a request that continues: it may have expired, and drafts change
+        no token.
         """
         named = [name for name in DRAFT_FIELDS if getattr(request, name)]
         if len(named) > 1:
@@ -44,13 +45,15 @@ class OldAnswers:
         if request.draft_of:
             check_id("draft_of", request.draft_of)
             record_target(request.draft_of)
-            return await self._named(request.draft_of, is_new=not request.HasField("continuation"))
+            if not request.HasField("continuation"):
+                return await self._named(request.draft_of)
+            former_id = scoped(request.draft_of)
         try:
             return await self._output_of(former_id) or b"" if former_id else b""
         except ServiceError:
             return b""
 
-    async def _named(self, record_id: str, *, is_new: bool) -> bytes:
+    async def _named(self, record_id: str) -> bytes:
         try:
             found = await self._output_of(scoped(record_id))
         except NotConfiguredError:
@@ -59,9 +62,9 @@ class OldAnswers:
                 "single one with --record-memory, or send draft_token_ids"
             )
             raise NotConfiguredError(words, field="draft_of") from None
-        if found is None and is_new:
+        if found is None:
             raise no_record(record_id, "draft_of")
-        return found or b""
+        return found
 
     async def _output_of(self, record_id: str) -> bytes | None:
         """The stored output of all samples, one after another; None if there is no such record."""
