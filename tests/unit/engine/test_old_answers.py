@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tests.speculating import Answer, NoTimes, System
 from tests.unit.engine.models import make_model
 from worker_svc.engine.config import EngineConfig
 from worker_svc.engine.model_runner import ModelRunner
-from worker_svc.engine.speculation.old_answers import ALWAYS_WRONG, MANY, OldAnswer, least_match
+from worker_svc.engine.speculation.old_answers import ALWAYS_WRONG, MANY, OldAnswer, OldAnswers, least_match
 from worker_svc.engine.step_runner import StepRunner
 from worker_svc.simulator.model import SimConfig
 from worker_svc.simulator.runner import SimRunner
@@ -51,6 +52,18 @@ def edited(answer: list[int], share: float, length: int, seed: int) -> list[int]
         new = [rng.randrange(1000) for _ in range(length)]
         output[start : start + length * (nth % 3 != 1)] = new * (nth % 3 != 2)
     return output
+
+
+def test_the_samples_of_a_request_sort_its_old_answer_once() -> None:
+    """A request of 64 samples with 65,536 tokens would stop all rows of the worker for seconds."""
+    answers, tokens = OldAnswers(cast(Any, None)), column(list(range(9)))
+    for row, parent in ((3, None), (4, 3), (5, 4)):
+        item = SimpleNamespace(row=row, fork_of_row=parent, draft_token_ids=tokens if parent is None else column([]))
+        answers.open(cast(Any, item))
+    assert answers.in_use[3].propose(column([8, 3, 4, 5]), MOST) == [6, 7, 8]
+    found = [answers.in_use[row].index.places for row in (3, 4, 5)]
+    assert found[0] is found[1] is found[2]
+    assert answers.in_use[5].propose(column([8, 2, 3, 4]), MOST) == [5, 6, 7, 8]
 
 
 @given(st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(0, 3), max_size=80), st.lists(st.integers(1, 40)))

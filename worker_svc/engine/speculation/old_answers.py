@@ -9,6 +9,7 @@ after a longer match (`least_match`), so a foreign one costs a few drafts in all
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -29,16 +30,32 @@ def least_match(num_wrong: int) -> int:
     return 0 if num_wrong < 2 else 2 ** (min(num_wrong, ALWAYS_WRONG) - 1) - 1
 
 
-class OldAnswer:
-    """The place of a row in an old answer."""
+class AnswerIndex:
+    """Where three tokens occur in an old answer. The samples of a request share it: to sort 65,536 tokens takes tens of
+    milliseconds of a step.
+    """
 
     def __init__(self, answer: U32) -> None:
+        self._answer = answer
+
+    @cached_property
+    def places(self) -> tuple[npt.NDArray[np.uint64], I64]:
+        """The mixed tokens, sorted, and where each three end. Those of equal ones are ascending."""
+        mixed = mixed_threes(self._answer)
+        order = np.argsort(mixed, kind="stable")
+        return mixed[order], order + MIN_MATCH
+
+
+class OldAnswer:
+    """The place of a row in an old answer. `index`: that of another row with the same answer."""
+
+    def __init__(self, answer: U32, index: AnswerIndex | None = None) -> None:
         self.answer = answer
+        self.index = index or AnswerIndex(answer)
         self._end = 0  # output tokens that were compared
         self._next = 0
         self._length = 0  # newest tokens of the output that are those before `_next`
         self._num_wrong = 0  # wrong proposals since MANY tokens in a row were right
-        self._index: tuple[npt.NDArray[np.uint64], I64] | None = None
 
     def propose(self, output: U32, most: int) -> list[int]:
         """Up to `most` tokens that may follow this output. Earlier calls had no more of it."""
@@ -86,11 +103,7 @@ class OldAnswer:
 
     def _places(self, output: U32) -> list[int]:
         """Where the newest three tokens end in the answer: those next to the expected place, as far as hashes tell."""
-        if self._index is None:
-            mixed = mixed_threes(self.answer)
-            order = np.argsort(mixed, kind="stable")
-            self._index = mixed[order], order + MIN_MATCH
-        mixed, places = self._index
+        mixed, places = self.index.places
         newest = mixed_threes(output[-MIN_MATCH:])[0]
         first, last = int(np.searchsorted(mixed, newest)), int(np.searchsorted(mixed, newest, "right"))
         middle = first + int(np.searchsorted(places[first:last], self._next))
@@ -108,9 +121,10 @@ class OldAnswers:
     def open(self, item: RowOpen) -> None:
         """A row opens. A fork has the answer of its parent."""
         parent = None if item.fork_of_row is None else self.in_use.get(item.fork_of_row)
-        answer = item.draft_token_ids if parent is None else parent.answer
-        if len(answer):
-            self.in_use[item.row] = OldAnswer(answer)
+        if parent is not None:
+            self.in_use[item.row] = OldAnswer(parent.answer, parent.index)
+        elif len(item.draft_token_ids):
+            self.in_use[item.row] = OldAnswer(item.draft_token_ids)
 
     def propose(self, rows: I64, counts: I64, others: Callable[[I64, I64], list[list[int]]] | None) -> list[list[int]]:
         """For each row, up to so many tokens that may follow its known tokens. Those without drafts from an answer have
