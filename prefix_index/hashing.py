@@ -189,3 +189,18 @@ def token_bytes(column: U32Column) -> bytes:
     words = array("I", data)
     words.byteswap()
     return words.tobytes()
+
+
+class ColumnError(ValueError):
+    """A column of numbers is cut off."""
+
+
+def ids_from_bytes(data: bytes) -> array[int]:
+    """The numbers of a little-endian uint32 column. Raises ColumnError if its length is not a multiple of 4."""
+    try:
+        ids = array("I", data)
+    except ValueError:
+        raise ColumnError(f"a uint32 column has {len(data)} bytes; expected a multiple of 4") from None
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids

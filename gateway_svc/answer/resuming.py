@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from quire.internal.v1 import record_pb2, scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.columns import u32_from_bytes, u32_to_bytes
 from gateway_svc.records.recorder import OutputRecorder, Recording
 from gateway_svc.records.store import RecordStore, StoredRecord, keeps_output
 from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.request.validation import Replay
 from gateway_svc.schedulers.submitter import Submission
 from gateway_svc.schedulers.wire import continuation_from_outputs
+from prefix_index.hashing import ids_from_bytes, token_bytes
 from request_fields.fields import DRAFT_FIELDS
 from svc_common.errors import NotFoundError, ServiceError
 from svc_common.tasks import cancel
@@ -50,7 +50,7 @@ class Resumed:
 
     @property
     def prompt_ids(self) -> list[int]:
-        return list(u32_from_bytes(self.record.content.prompt_token_ids))
+        return list(ids_from_bytes(self.record.content.prompt_token_ids))
 
     @property
     def replay(self) -> Replay:
@@ -70,7 +70,7 @@ def record_of(request: pb.GenerateRequest, plan: GenerationPlan, notes: bytes) -
         kept.ClearField(name)  # type: ignore[arg-type]
     kept.joins_events = False  # a property of the client, and another one may resume the request
     kept.continuation.revision = plan.model.revision
-    ids = u32_to_bytes(plan.prompt.ids)
+    ids = token_bytes(plan.prompt.ids)
     return record_pb2.RequestRecord(request=kept, prompt_token_ids=ids, notes=notes, alias=plan.model.alias)
 
 

@@ -12,7 +12,6 @@ from quire.v1 import session_pb2
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.answer_stream import AnswerStream
-from gateway_svc.columns import u32_from_bytes
 from gateway_svc.records.store import StoredRecord
 from gateway_svc.request.field_errors import invalid
 from gateway_svc.request.models import ServedModel
@@ -21,6 +20,7 @@ from gateway_svc.request.prompts.reader import PromptInput
 from gateway_svc.request.tools import AnswerPlan, answer_plan, read_tools
 from gateway_svc.text.chat_output import AnswerPiece, Item, ItemKind, call_id, call_key, items_of
 from gateway_svc.text.stop_strings import StoppedText, StopStrings
+from prefix_index.hashing import ids_from_bytes
 from request_fields.fields import GRAMMAR_FIELDS, fields_of
 
 # Fields of a turn, not of its session.
@@ -58,7 +58,7 @@ class SessionBase:
     @property
     def ids(self) -> list[int]:
         """Prompt and output."""
-        return [*u32_from_bytes(self.record.content.prompt_token_ids), *self.output]
+        return [*ids_from_bytes(self.record.content.prompt_token_ids), *self.output]
 
 
 def base_of(request: pb.GenerateRequest, record: StoredRecord, serves: Callable[[str], bool]) -> SessionBase:
@@ -155,7 +155,7 @@ def answer_message(base: SessionBase, model: ServedModel) -> pb.ChatMessage:
     """The output of a session as a message of the assistant."""
     request, content = pb.GenerateRequest(), base.record.content
     request.CopyFrom(base.request)
-    prompt_ids = u32_from_bytes(content.prompt_token_ids)
+    prompt_ids = ids_from_bytes(content.prompt_token_ids)
     plan = answer_plan(request, model, read_tools(request.prompt.chat), prompt_ids)
     if plan is None:
         raise invalid("prompt.chat", f"is set, but model {model.name!r} has no tokenizer; send token ids")
@@ -217,7 +217,7 @@ def add_content(response: session_pb2.GetSessionResponse, record: StoredRecord) 
         for name in ("length_penalty", "early_stopping"):  # a request without beams that sets them is refused
             request.sampling.ClearField(name)
     if request.prompt.WhichOneof("kind") in ("text", "tokens") and not request.media:
-        request.prompt.CopyFrom(pb.Prompt(tokens=types.TokenIds(ids=u32_from_bytes(record.content.prompt_token_ids))))
+        request.prompt.CopyFrom(pb.Prompt(tokens=types.TokenIds(ids=ids_from_bytes(record.content.prompt_token_ids))))
     response.outputs.extend(types.TokenIds(ids=output) for output in record.outputs)
 
 

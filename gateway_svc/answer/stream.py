@@ -21,7 +21,6 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.answer.answer_stream import AnswerStream
 from gateway_svc.answer.open_streams import RequestMeter
 from gateway_svc.answer.receipts import ReceiptSigner, SampleProof
-from gateway_svc.columns import u32_to_bytes
 from gateway_svc.records.recorder import Recording
 from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.schedulers.logprobs import PromptLogprobJournal, PromptLogprobStream, TakenLogprobs
@@ -29,6 +28,7 @@ from gateway_svc.schedulers.scheduler_request import SampleJournal, SchedulerReq
 from gateway_svc.text.answer import AnswerPiece
 from gateway_svc.text.chat_output import call_key
 from gateway_svc.text.detokenizer import SampleText
+from prefix_index.hashing import token_bytes
 from request_fields.fields import FinishReason
 from svc_common.errors import InvalidRequestError
 
@@ -203,7 +203,7 @@ class SampleStream:
     def _note(self, ids: array[int], text: str) -> None:
         self.num_output += len(ids)
         self._text_bytes += len(text) if text.isascii() else len(text.encode())
-        self._digest.update(u32_to_bytes(ids))
+        self._digest.update(token_bytes(ids))
         if self._proof is not None:
             self._proof.token_ids.extend(ids)
 
@@ -346,7 +346,7 @@ class GenerationStream:
             prompt_tokens=len(plan.prompt.ids),
             revision=plan.model.revision,
             n=plan.sampling.params.n,
-            prompt_digest=xxhash.xxh3_128_digest(u32_to_bytes(plan.prompt.ids)),
+            prompt_digest=xxhash.xxh3_128_digest(token_bytes(plan.prompt.ids)),
         )
         first = (pb.GenerateResponse(accepted=accepted, event_seq=0),)
         self._event_seq = 1

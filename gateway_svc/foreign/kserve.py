@@ -22,9 +22,9 @@ from gateway_svc.answer.open_streams import FAILED
 from gateway_svc.foreign.tensors import add_output, inputs_of
 from gateway_svc.http.errors import error_of_sample
 from gateway_svc.http.fields import COMPLETION
+from gateway_svc.http.json_text import invalid, shown
 from gateway_svc.http.openai.answers import FINISH_REASONS
 from gateway_svc.http.openai.bodies import body_of, completion_of
-from gateway_svc.http.values import invalid, shown
 from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.servicer import InferenceServicer, deadline_of

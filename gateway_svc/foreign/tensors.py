@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.foreign import kserve_pb2 as pb
 
-from gateway_svc.http.values import invalid, shown
+from gateway_svc.http.json_text import invalid, shown
 
 # By datatype: the code of `array`, and the field of InferTensorContents.
 NUMBERS: Mapping[str, tuple[str, str]] = {

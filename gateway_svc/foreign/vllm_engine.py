@@ -24,8 +24,8 @@ from gateway_svc.answer.open_streams import FAILED
 from gateway_svc.callers.caller import owner_name
 from gateway_svc.foreign.loads import GatewayLoad
 from gateway_svc.http.errors import error_of_sample
+from gateway_svc.http.json_text import invalid
 from gateway_svc.http.openai.answers import FINISH_REASONS
-from gateway_svc.http.values import invalid
 from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.servicer import InferenceServicer, deadline_of

@@ -22,9 +22,8 @@ from starlette.routing import Route
 
 from gateway_svc.callers.caller import record_request_id
 from gateway_svc.http.forms import MultipartForm, parse_form
-from gateway_svc.http.json_text import sse
+from gateway_svc.http.json_text import invalid, one_of, sse
 from gateway_svc.http.replies import EventStream, ignored_headers, json_reply
-from gateway_svc.http.values import invalid, one_of
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.request.threads import Lane
 from svc_common.errors import ServiceError

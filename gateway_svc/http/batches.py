@@ -18,10 +18,9 @@ from gateway_svc.batches.batches import OPEN, Batches, Json
 from gateway_svc.batches.lines import BATCH, FILE, MESSAGES, BatchLine, Checker, Reply, Splitter
 from gateway_svc.http.app import REQUEST_ID_HEADER
 from gateway_svc.http.forms import FormReader
-from gateway_svc.http.json_text import decode
+from gateway_svc.http.json_text import decode, invalid, object_of, one_of, text
 from gateway_svc.http.replies import EventStream, Read, json_reply
 from gateway_svc.http.responses.bodies import metadata_of
-from gateway_svc.http.values import invalid, object_of, one_of, text
 from svc_common.errors import OverloadedError
 
 FILES = "/v1/files"

@@ -13,11 +13,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway_svc.http.fields import DECISIONS, ignored_names, set_parameters
-from gateway_svc.http.json_text import encode
+from gateway_svc.http.json_text import Json, encode, flag, invalid, list_of, object_of, one_of, text, text_at
 from gateway_svc.http.openai.bodies import body_of
 from gateway_svc.http.replies import Read, json_reply
 from gateway_svc.http.responses.bodies import items_of, messages_of, part_of
-from gateway_svc.http.values import Json, flag, invalid, list_of, object_of, one_of, text, text_at
 from gateway_svc.pipeline.decisions import MAX_QUESTIONS, DecisionPipeline
 from gateway_svc.request.threads import Lane
 

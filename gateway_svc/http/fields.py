@@ -14,7 +14,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from gateway_svc.http.values import invalid, shown, typed_value
+from gateway_svc.http.json_text import invalid, shown, typed_value
 from request_fields.checks import check_value
 from request_fields.fields import BY_PATH, FIELDS, GRAMMAR_FIELDS, BodyForm, Field, FieldError, Kind
 from svc_common.errors import InvalidRequestError

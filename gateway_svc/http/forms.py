@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gateway_svc.http.values import invalid
+from gateway_svc.http.json_text import invalid
 
 MAX_PARTS = 64
 MAX_VALUE_BYTES = 64 << 10  # limit for a field that is no file

@@ -18,10 +18,20 @@ from starlette.routing import Route
 
 from gateway_svc.http import fields
 from gateway_svc.http.fields import ignored_names, paths_of, set_parameters
-from gateway_svc.http.json_text import encode, encoded_list
+from gateway_svc.http.json_text import (
+    encode,
+    encoded_list,
+    flag,
+    invalid,
+    list_of,
+    number_of,
+    one_of,
+    shown,
+    text,
+    text_of,
+)
 from gateway_svc.http.openai.bodies import body_of, pooled_inputs
 from gateway_svc.http.replies import Read, json_reply
-from gateway_svc.http.values import flag, invalid, list_of, number_of, one_of, shown, text, text_of
 from gateway_svc.pipeline.pooling import PoolingPipeline
 from gateway_svc.request.field_errors import check_pooled_cost
 from gateway_svc.request.threads import Lane
@@ -57,19 +67,23 @@ class Scores:
 
 def embeddings_of(data: bytes) -> PoolingBody:
     """Parse a body of /v1/embeddings. Raises InvalidRequestError."""
-    body = body_of(data)
-    request = _embed_request(body)
-    if (pooling := body.get("pooling")) is not None:
-        request.pooling = POOLING[one_of("pooling", pooling, POOLING)]
-    _set_vector(body, request)
-    return PoolingBody(request, "embed", ignored_names(fields.EMBEDDINGS, body), _is_base64(body))
+    return _pooling_body(data, fields.EMBEDDINGS, "embed")
 
 
-def _is_base64(body: Mapping[str, Any]) -> bool:
-    return one_of("encoding_format", body.get("encoding_format") or "float", FORMATS) == "base64"
+def pooling_of(data: bytes) -> PoolingBody:
+    """Parse a body of /pooling. Raises InvalidRequestError."""
+    return _pooling_body(data, fields.POOLING, None)
 
 
-def _embed_request(body: Mapping[str, Any]) -> pb.EmbedRequest:
+def classify_of(data: bytes) -> PoolingBody:
+    """Parse a body of /classify. Raises InvalidRequestError."""
+    return _pooling_body(data, fields.CLASSIFY, "classify")
+
+
+def _pooling_body(data: bytes, rows: tuple[fields.BodyField, ...], task: str | None) -> PoolingBody:
+    """A body with these fields."""
+    names, given = {row.name for row in rows}, body_of(data)
+    body = {name: value for name, value in given.items() if name in names and value is not None}
     request = pb.EmbedRequest(
         model=text(body, "model"),
         inputs=pooled_inputs(body.get("input")),
@@ -77,31 +91,17 @@ def _embed_request(body: Mapping[str, Any]) -> pb.EmbedRequest:
         truncate=_truncates(body),
     )
     set_parameters(fields.POOLED, body, request)
-    return request
-
-
-def _set_vector(body: Mapping[str, Any], request: pb.EmbedRequest) -> None:
-    if body.get("normalize") is not None:
+    if "pooling" in body:
+        request.pooling = POOLING[one_of("pooling", body["pooling"], POOLING)]
+    if "normalize" in body:
         request.normalize = flag(body, "normalize", default=True)
-    if body.get("dimensions") is not None:
+    if "dimensions" in body:
         request.dimensions = positive(body, "dimensions")
-
-
-def pooling_of(data: bytes) -> PoolingBody:
-    """Parse a body of /pooling. Raises InvalidRequestError."""
-    body = body_of(data)
-    task = None if body.get("task") is None else one_of("task", body["task"], TASKS)
-    request = _embed_request(body)
-    _set_vector(body, request)
+    if "task" in body:
+        task = one_of("task", body["task"], TASKS)
+    is_base64 = one_of("encoding_format", body.get("encoding_format") or "float", FORMATS) == "base64"
     is_raw = not flag(body, "use_activation", default=True)
-    return PoolingBody(request, task, ignored_names(fields.POOLING, body), _is_base64(body), is_raw)
-
-
-def classify_of(data: bytes) -> PoolingBody:
-    """Parse a body of /classify. Raises InvalidRequestError."""
-    body = body_of(data)
-    is_raw = not flag(body, "use_activation", default=True)
-    return PoolingBody(_embed_request(body), "classify", ignored_names(fields.CLASSIFY, body), is_raw=is_raw)
+    return PoolingBody(request, task, ignored_names(rows, given), is_base64, is_raw)
 
 
 def score_of(data: bytes) -> Scores:

@@ -12,9 +12,8 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 from starlette.requests import Request
 
-from gateway_svc.http.json_text import encode
+from gateway_svc.http.json_text import Json, encode, invalid
 from gateway_svc.http.openai.chat import MessageBuilder
-from gateway_svc.http.values import Json, invalid
 from gateway_svc.schedulers.directory import ModelDirectory
 from request_fields.replay_log import sample_entry, turn_entry
 

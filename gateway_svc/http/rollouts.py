@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway_svc.http.json_text import BOOLEANS, invalid, object_of, one_of, shown, text_of
 from gateway_svc.http.openai.bodies import body_of
 from gateway_svc.http.replies import Read, json_reply
-from gateway_svc.http.values import BOOLEANS, invalid, object_of, one_of, shown, text_of
 from gateway_svc.operators.admin import AdminServicer
 from gateway_svc.operators.rollouts import RolloutServicer
 from gateway_svc.request.validation import RequestLimits

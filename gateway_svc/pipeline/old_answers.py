@@ -11,12 +11,12 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.answer.resuming import no_record
 from gateway_svc.callers.caller import record_target, scoped
-from gateway_svc.columns import u32_to_bytes
 from gateway_svc.records.store import RecordStore
 from gateway_svc.request.field_errors import invalid
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.threads import Lane
 from gateway_svc.request.validation import check_id
+from prefix_index.hashing import token_bytes
 from request_fields.fields import DRAFT_FIELDS, MAX_DRAFT_IDS
 from svc_common.errors import NotConfiguredError, ServiceError
 
@@ -73,4 +73,4 @@ class OldAnswers:
 
 
 def _column(ids: Iterable[int]) -> bytes:
-    return u32_to_bytes(array("I", islice(ids, MAX_DRAFT_IDS)))
+    return token_bytes(array("I", islice(ids, MAX_DRAFT_IDS)))

@@ -18,8 +18,8 @@ from quire.internal.v1 import record_pb2 as pb
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.columns import u32_to_bytes
 from gateway_svc.records.store import RecordStore, Update
+from prefix_index.hashing import token_bytes
 from svc_common.errors import UnavailableError
 from svc_common.tasks import cancel
 
@@ -83,7 +83,7 @@ class Recording:
     def update(self) -> Update:
         """The output that is not stored yet."""
         columns = {
-            (sample, start): u32_to_bytes(self._journals[sample].outputs[start:end])
+            (sample, start): token_bytes(self._journals[sample].outputs[start:end])
             for sample, (start, end) in enumerate(zip(self._stored, self._sent, strict=True))
             if start < end
         }

@@ -25,8 +25,8 @@ from google.protobuf.message import DecodeError
 from quire.internal.v1 import record_pb2 as pb
 from quire.v1.inference_pb2 import GenerateRequest
 
-from gateway_svc.columns import u32_from_bytes, u32_to_bytes
 from gateway_svc.records.cipher import Cipher, UnreadableValueError
+from prefix_index.hashing import ids_from_bytes, token_bytes
 from svc_common.errors import InvalidRequestError, OverloadedError
 
 log = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class RecordStore:
 
     async def share(self, record: StoredRecord) -> StoredRecord:
         """The record with this content and output that copies share. Equal ones of an owner are stored once."""
-        outputs = [u32_to_bytes(output) for output in record.outputs]
+        outputs = [token_bytes(output) for output in record.outputs]
         ends = {i: end.SerializeToString() for i, end in enumerate(record.ends) if end is not None}
         parts = [record.content.SerializeToString(deterministic=True), *outputs, repr(ends).encode()]
         digest = hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).hexdigest()
@@ -309,7 +309,7 @@ def _joined(columns: Mapping[int, bytes]) -> array[int]:
     for offset in sorted(columns):
         if offset > len(output):
             break
-        output.extend(u32_from_bytes(columns[offset])[len(output) - offset :])
+        output.extend(ids_from_bytes(columns[offset])[len(output) - offset :])
     return output
 
 

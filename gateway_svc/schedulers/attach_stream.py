@@ -13,9 +13,10 @@ import grpc
 from quire.internal.v1 import scheduler_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.columns import ProtocolError, u32_from_bytes
 from gateway_svc.schedulers.logprobs import entries_from_columns
 from gateway_svc.schedulers.scheduler_request import SchedulerRequest
+from gateway_svc.schedulers.wire import ProtocolError
+from prefix_index.hashing import ColumnError, ids_from_bytes
 from svc_common.channels import MAX_MESSAGE_BYTES
 from svc_common.errors import InvalidRequestError, ServiceError, error_from_code
 from svc_common.flush import FlushTimer
@@ -143,7 +144,7 @@ class AttachStream:
             return self._limit_reason
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
-        except ProtocolError as error:
+        except (ProtocolError, ColumnError) as error:
             log.error("scheduler %s violated the protocol: %s", self.address, error)
             return str(error)
         except Exception as error:
@@ -200,7 +201,7 @@ class AttachStream:
     # -- messages from the scheduler ----------------------------------------------------------------------------------
 
     def on_response(self, response: pb.AttachResponse) -> None:
-        """Deliver a message. Raises ProtocolError."""
+        """Deliver a message. Raises ProtocolError or ColumnError."""
         kind = response.WhichOneof("message")
         if kind == "deltas":
             self._on_deltas(response.deltas)
@@ -219,7 +220,7 @@ class AttachStream:
     def _on_deltas(self, deltas: pb.Deltas) -> None:
         requests = self._by_handle
         if deltas.queued_handles:
-            for handle in u32_from_bytes(deltas.queued_handles):
+            for handle in ids_from_bytes(deltas.queued_handles):
                 if (request := requests.get(handle)) is not None:
                     self._events.on_accepted(request)
         if deltas.prompt_positions:
@@ -253,7 +254,7 @@ class AttachStream:
                 request.on_tokens(sample_index, offset, array("I", (token_id,)), scored)
 
     def _on_prompt_logprobs(self, deltas: pb.Deltas) -> None:
-        handles, positions = u32_from_bytes(deltas.prompt_handles), u32_from_bytes(deltas.prompt_positions)
+        handles, positions = ids_from_bytes(deltas.prompt_handles), ids_from_bytes(deltas.prompt_positions)
         if len(handles) != len(positions):
             raise ProtocolError(f"Deltas have {len(handles)} prompt_handles but {len(positions)} prompt_positions")
         entries = entries_from_columns(deltas.prompt_logprobs, len(handles))
@@ -298,9 +299,9 @@ def _weights_of(info: types.ModelInfo) -> pb.WeightsChange:
 
 def _tokens_of(deltas: pb.Deltas) -> Iterator[tuple[int, int, int, int]]:
     """(handle, sample index, output position, token id) per new token. Raises ProtocolError."""
-    handles, offsets = u32_from_bytes(deltas.handles), u32_from_bytes(deltas.offsets)
-    token_ids = u32_from_bytes(deltas.token_ids)
-    samples = u32_from_bytes(deltas.sample_indices) if deltas.sample_indices else array("I", bytes(4 * len(handles)))
+    handles, offsets = ids_from_bytes(deltas.handles), ids_from_bytes(deltas.offsets)
+    token_ids = ids_from_bytes(deltas.token_ids)
+    samples = ids_from_bytes(deltas.sample_indices) if deltas.sample_indices else array("I", bytes(4 * len(handles)))
     if not len(handles) == len(offsets) == len(token_ids) == len(samples):
         raise ProtocolError(
             f"Deltas columns differ in length: {len(handles)} handles, {len(samples)} sample indices, "
@@ -327,7 +328,7 @@ def _runs_of(deltas: pb.Deltas) -> Iterator[tuple[int, int, int, array[int]]]:
 
 def _pooled_of(deltas: pb.Deltas) -> Iterator[tuple[int, array[float]]]:
     """Handles of pooled requests and their numbers. Raises ProtocolError if the columns disagree."""
-    handles, lens = u32_from_bytes(deltas.pooled_handles), u32_from_bytes(deltas.pooled_lens)
+    handles, lens = ids_from_bytes(deltas.pooled_handles), ids_from_bytes(deltas.pooled_lens)
     if len(handles) != len(lens) or 4 * sum(lens) != len(deltas.pooled_values):
         raise ProtocolError(
             f"Deltas have {len(handles)} pooled_handles, {len(lens)} pooled_lens and {len(deltas.pooled_values)} bytes "

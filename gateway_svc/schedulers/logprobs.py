@@ -13,8 +13,9 @@ from quire.internal.v1 import logprobs_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.columns import ProtocolError, u32_from_bytes
+from gateway_svc.schedulers.wire import ProtocolError
 from gateway_svc.text.bundle import Tokenizer
+from prefix_index.hashing import ids_from_bytes
 
 MAX_EVENT_ENTRIES = 1 << 11  # log probabilities per event: building it takes a few milliseconds
 
@@ -55,9 +56,11 @@ def extras_of(sampling: types.SamplingParams) -> tuple[int, ...]:
 
 
 def entries_from_columns(columns: logprobs_pb2.LogprobColumns, num_tokens: int) -> Iterator[TokenLogprobs | None]:
-    """One item per token; None for a token without log probabilities. Raises ProtocolError, before the first item."""
-    lens, token_ids = u32_from_bytes(columns.lens), u32_from_bytes(columns.token_ids)
-    logprobs, ranks = _f32_from_bytes(columns.logprobs), u32_from_bytes(columns.ranks)
+    """One item per token; None for one without log probabilities. Raises ProtocolError or ColumnError, before the first
+    item.
+    """
+    lens, token_ids = ids_from_bytes(columns.lens), ids_from_bytes(columns.token_ids)
+    logprobs, ranks = _f32_from_bytes(columns.logprobs), ids_from_bytes(columns.ranks)
     num_entries, num_ranks = sum(lens), sum(1 for length in lens if length)
     if (len(lens), len(logprobs), len(token_ids), len(ranks)) != (num_tokens, num_entries, num_entries, num_ranks):
         raise ProtocolError(
@@ -97,7 +100,7 @@ def _split(
 
 def _f32_from_bytes(data: bytes) -> array[float]:
     values = array("f")
-    values.frombytes(u32_from_bytes(data).tobytes())
+    values.frombytes(ids_from_bytes(data).tobytes())
     return values
 
 

@@ -18,17 +18,11 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.schedulers.logprobs import LogprobJournal, PromptLogprobJournal, TokenLogprobs, extras_of
 from gateway_svc.schedulers.wire import continuation_from_outputs
 from svc_common.errors import ServiceError
-from svc_common.flush import FlushTimer
 
 log = logging.getLogger(__name__)
 
 MAX_DEADLINE_MS = 2**32 - 1  # 49 days; a later deadline is not sent
 CANCEL_PATIENCE_S = 5.0  # longest wait for a scheduler's answer to a cancel
-DRAIN_TURNS = 3  # loop iterations per round: handlers run and write, writes complete, handlers sleep again
-REST_FRACTION = 0.25  # pause after a round, as a fraction of the round's duration
-MAX_SHARE = 0.1  # of the time that rounds may take at an interval, which is set where cores are shared with a model
-MAX_STRETCH = 4  # intervals between two rounds, at most, for that
-MAX_REST_S = 0.05  # if the process was frozen during a round, its duration is far too long
 
 
 class RequestOwner(Protocol):
@@ -50,56 +44,11 @@ class Trace(Protocol):
     def on_accepted(self) -> None: ...
 
 
-class Handler(Protocol):
-    """Waits for new tokens."""
+class Pacer(Protocol):
+    """Decides when handlers wake up for new tokens (submitter.py)."""
 
-    def wake(self) -> None:
-        """Read the new tokens now."""
-
-
-class WakePacer:
-    """Decides when handlers wake up for new tokens: at once while the gateway keeps up, in rounds when it is busy.
-
-    A chunk costs the same for any number of tokens, so all handlers with new tokens are woken together in one round,
-    each at most once. The next round starts after the loop has finished this round and then had a quarter of the
-    round's time for other work: reading from schedulers, accepting requests. Meanwhile tokens collect in the journals
-    and are sent as larger chunks. `interval_s`: least time between the starts of rounds. It grows with the duration of
-    rounds, because many streams would take the cores from the model.
-    """
-
-    def __init__(self, interval_s: float = 0.0) -> None:
-        self._interval_s = interval_s
-        self._waiting: dict[Handler, None] = {}
-        self._rounds = FlushTimer(self._run_round, interval_s, holds=True, joins_turn=True)
-
-    def wake(self, handler: Handler) -> None:
-        """Wake the handler in the next round."""
-        self._waiting[handler] = None
-        self._rounds.soon()
-
-    def begin_interval(self) -> None:
-        """A handler sends a first token outside of the rounds. If no round is in progress, the next one keeps the
-        interval to that token.
-        """
-        self._rounds.begin()
-
-    def _run_round(self) -> None:
-        loop = asyncio.get_running_loop()
-        handlers, self._waiting = self._waiting, {}
-        for handler in handlers:
-            handler.wake()
-        loop.call_soon(self._drain, loop.time(), DRAIN_TURNS)
-
-    def _drain(self, started_at: float, turns: int) -> None:
-        loop = asyncio.get_running_loop()
-        if turns:
-            loop.call_soon(self._drain, started_at, turns - 1)
-            return
-        now = loop.time()
-        took_s = now - started_at
-        rest_s = min(REST_FRACTION * took_s, MAX_REST_S)
-        interval_s = max(self._interval_s, min(took_s / MAX_SHARE, MAX_STRETCH * self._interval_s))
-        self._rounds.free(max(now + rest_s, started_at + interval_s))
+    def wake(self, handler: SchedulerRequest) -> None: ...
+    def begin_interval(self) -> None: ...
 
 
 class SampleJournal:
@@ -163,7 +112,7 @@ class SchedulerRequest:
         *,
         resumes: bool = False,
         deadline: float | None = None,
-        pacer: WakePacer | None = None,
+        pacer: Pacer | None = None,
         num_prompt_logprobs: int = 0,
     ) -> None:
         self.samples = [SampleJournal(output[:], _logprob_journal(submit)) for output in outputs]
@@ -309,16 +258,12 @@ class SchedulerRequest:
         self._submit.handle = handle
         self._submit.takes_over = self.is_resumed
         self._set_deadline()
-        if self._has_output:
+        has_output = self.prompt_logprobs is not None or self._num_unfinished < len(self.samples)
+        if has_output or self.num_output_tokens:
             samples = ((s.outputs, s.is_closed or s.finish is not None) for s in self.samples)
             num_prompt_logprobs = 0 if self.prompt_logprobs is None else self.prompt_logprobs.num_received
             self._submit.continuation.CopyFrom(continuation_from_outputs(samples, num_prompt_logprobs))
         return self._submit
-
-    @property
-    def _has_output(self) -> bool:
-        has_output = self.prompt_logprobs is not None or self._num_unfinished < len(self.samples)
-        return has_output or self.num_output_tokens > 0
 
     def _set_deadline(self) -> None:
         """Set the time left until the client's deadline. A resumed request gets no deadline: a scheduler must not

@@ -1,7 +1,8 @@
-"""Turns plans into requests to schedulers, with hints for the choice of a replica."""
+"""Turns plans into requests to schedulers, with hints for the choice of a replica; and when their handlers wake up."""
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -12,19 +13,77 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2 as types
 
 from gateway_svc.callers.caller import current_caller
-from gateway_svc.columns import u32_to_bytes
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.plan import GenerationPlan
 from gateway_svc.request.pooling import PooledInput
 from gateway_svc.request.threads import Lane
 from gateway_svc.schedulers.dispatcher import Dispatcher, Hints
-from gateway_svc.schedulers.scheduler_request import SchedulerRequest, WakePacer
+from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from gateway_svc.schedulers.wire import submit_from_plan
-from prefix_index.hashing import encoder_digest, extend_digests, extra_keys, model_salt, root_digest, root_key
+from prefix_index.hashing import (
+    encoder_digest,
+    extend_digests,
+    extra_keys,
+    model_salt,
+    root_digest,
+    root_key,
+    token_bytes,
+)
+from svc_common.flush import FlushTimer
 from svc_common.tasks import Slices
 
 MIN_BLOCKS_TO_LOOK_UP = 2  # computing a shorter prefix takes less time than the lookup
 NO_HINTS = Hints()
+DRAIN_TURNS = 3  # loop iterations per round: handlers run and write, writes complete, handlers sleep again
+REST_FRACTION = 0.25  # pause after a round, as a fraction of the round's duration
+MAX_SHARE = 0.1  # of the time that rounds may take at an interval, which is set where cores are shared with a model
+MAX_STRETCH = 4  # intervals between two rounds, at most, for that
+MAX_REST_S = 0.05  # if the process was frozen during a round, its duration is far too long
+
+
+class WakePacer:
+    """Decides when handlers wake up for new tokens: at once while the gateway keeps up, in rounds when it is busy.
+
+    A chunk costs the same for any number of tokens, so all handlers with new tokens are woken together in one round,
+    each at most once. The next round starts after the loop has finished this round and then had a quarter of the
+    round's time for other work: reading from schedulers, accepting requests. Meanwhile tokens collect in the journals
+    and are sent as larger chunks. `interval_s`: least time between the starts of rounds. It grows with the duration of
+    rounds, because many streams would take the cores from the model.
+    """
+
+    def __init__(self, interval_s: float = 0.0) -> None:
+        self._interval_s = interval_s
+        self._waiting: dict[SchedulerRequest, None] = {}
+        self._rounds = FlushTimer(self._run_round, interval_s, holds=True, joins_turn=True)
+
+    def wake(self, handler: SchedulerRequest) -> None:
+        """Wake the handler in the next round."""
+        self._waiting[handler] = None
+        self._rounds.soon()
+
+    def begin_interval(self) -> None:
+        """A handler sends a first token outside of the rounds. If no round is in progress, the next one keeps the
+        interval to that token.
+        """
+        self._rounds.begin()
+
+    def _run_round(self) -> None:
+        loop = asyncio.get_running_loop()
+        handlers, self._waiting = self._waiting, {}
+        for handler in handlers:
+            handler.wake()
+        loop.call_soon(self._drain, loop.time(), DRAIN_TURNS)
+
+    def _drain(self, started_at: float, turns: int) -> None:
+        loop = asyncio.get_running_loop()
+        if turns:
+            loop.call_soon(self._drain, started_at, turns - 1)
+            return
+        now = loop.time()
+        took_s = now - started_at
+        rest_s = min(REST_FRACTION * took_s, MAX_REST_S)
+        interval_s = max(self._interval_s, min(took_s / MAX_SHARE, MAX_STRETCH * self._interval_s))
+        self._rounds.free(max(now + rest_s, started_at + interval_s))
 
 
 class PrefixReader(Protocol):
@@ -93,7 +152,7 @@ class Submitter:
         for i, item in enumerate(inputs):
             submit = internal.Submit(
                 request_id=scoped_id if len(inputs) == 1 else f"{scoped_id}#{i}",
-                prompt_token_ids=u32_to_bytes(item.ids),
+                prompt_token_ids=token_bytes(item.ids),
                 sampling=types.SamplingParams(seed=0),
                 stop=types.StopParams(max_tokens=0),
                 priority=scheduling.priority,

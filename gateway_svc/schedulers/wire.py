@@ -10,12 +10,16 @@ from quire.v1 import types_pb2 as types
 from xxhash import xxh3_64_intdigest
 
 from gateway_svc.callers.caller import current_caller
-from gateway_svc.columns import u32_to_bytes
 from gateway_svc.request.plan import GenerationPlan
+from prefix_index.hashing import token_bytes
 from request_fields.fields import Side, fields_of
 
 # Fields of StopParams that only the gateway applies.
 NOT_SENT = [name for name, field in fields_of("stop").items() if field.applied_by is Side.GATEWAY]
+
+
+class ProtocolError(RuntimeError):
+    """The scheduler violated the protocol. The gateway closes the stream."""
 
 
 def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
@@ -26,7 +30,7 @@ def submit_from_plan(plan: GenerationPlan, *, request_id: str) -> pb.Submit:
     return pb.Submit(
         request_id=request_id,
         inputs=plan.prompt.inputs,
-        prompt_token_ids=u32_to_bytes(plan.prompt.column),
+        prompt_token_ids=token_bytes(plan.prompt.column),
         encoder=None if plan.prompt.encoder is None else plan.prompt.encoder.message,
         sampling=_for_scheduler(plan),
         bad_words_ids=[types.TokenIds(ids=ids) for ids in plan.sampling.bad_words_ids],

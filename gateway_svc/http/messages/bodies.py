@@ -11,9 +11,9 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.http import fields
 from gateway_svc.http.fields import ignored_names, path_names, set_parameters
+from gateway_svc.http.json_text import Json, flag, invalid, list_of, object_of, one_of, optional, shown, text, text_at
 from gateway_svc.http.openai.bodies import body_of
 from gateway_svc.http.openai.chat import EFFORTS, TOOL_CHOICES, image_part, set_parts
-from gateway_svc.http.values import Json, flag, invalid, list_of, object_of, one_of, optional, shown, text, text_at
 from request_fields.fields import MAX_UINT32
 
 ROLES = ("user", "assistant", "system")

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from gateway_svc.answer.open_streams import FAILED
 from gateway_svc.callers.caller import record_request_id
 from gateway_svc.http.errors import error_of_sample, message_error
-from gateway_svc.http.json_text import named_event
+from gateway_svc.http.json_text import Json, named_event
 from gateway_svc.http.messages.bodies import MessagesBody, count_request, messages_request
 from gateway_svc.http.replays import ReplayEntries
 from gateway_svc.http.replies import (
@@ -29,7 +29,6 @@ from gateway_svc.http.replies import (
     mark_conversation,
     merged,
 )
-from gateway_svc.http.values import Json
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.schedulers.directory import ModelDirectory
 from gateway_svc.text.calls.values import parsed

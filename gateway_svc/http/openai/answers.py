@@ -15,7 +15,7 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.answer.open_streams import FAILED, REASONS
 from gateway_svc.answer.receipts import span_values
 from gateway_svc.http.errors import error_body, error_of_sample
-from gateway_svc.http.json_text import encode, encode_text, encoded_list, joined_lists, sse
+from gateway_svc.http.json_text import Json, encode, encode_text, encoded_list, joined_lists, sse
 from gateway_svc.http.openai.bodies import Generation
 from gateway_svc.http.openai.chat import MessageBuilder, delta_of
 from gateway_svc.http.openai.logprobs import (
@@ -28,7 +28,6 @@ from gateway_svc.http.openai.logprobs import (
     prompt_logprobs,
     prompt_positions,
 )
-from gateway_svc.http.values import Json
 from svc_common.errors import ServiceError
 
 STOPPED = (types.FINISH_REASON_EOS, types.FINISH_REASON_STOP)

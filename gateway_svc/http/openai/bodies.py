@@ -12,9 +12,9 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.http import fields
 from gateway_svc.http.fields import GUIDED, BodyField, ignored_names, path_names, set_parameter, set_parameters
-from gateway_svc.http.json_text import TooManyValuesError, decode
-from gateway_svc.http.openai.chat import chat_of
-from gateway_svc.http.values import (
+from gateway_svc.http.json_text import (
+    TooManyValuesError,
+    decode,
     flag,
     invalid,
     list_of,
@@ -26,6 +26,7 @@ from gateway_svc.http.values import (
     text_of,
     token_ids,
 )
+from gateway_svc.http.openai.chat import chat_of
 from gateway_svc.request.field_errors import check_cost
 from request_fields.fields import FieldError
 from svc_common.errors import InvalidRequestError

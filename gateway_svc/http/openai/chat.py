@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.http.values import Json, flag, invalid, list_of, object_of, one_of, optional, shown, text, text_at
+from gateway_svc.http.json_text import Json, flag, invalid, list_of, object_of, one_of, optional, shown, text, text_at
 
 # Fields of a message that would change the prompt but do not exist in the protocol.
 UNSERVED = ("function_call", "audio")

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.http.json_text import encoded_list, joined_lists
-from gateway_svc.http.values import Json
+from gateway_svc.http.json_text import Json, encoded_list, joined_lists
 
 TEXT_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 LOWEST = -9999.0  # OpenAI's value for minus infinity, which JSON cannot express

@@ -11,6 +11,7 @@ from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.http import fields
 from gateway_svc.http.fields import ignored_names, path_names, set_parameters
+from gateway_svc.http.json_text import Json, flag, invalid, list_of, object_of, one_of, optional, shown, text, text_at
 from gateway_svc.http.openai.bodies import body_of
 from gateway_svc.http.openai.chat import TOOL_CHOICES, effort_variables, image_part, set_parts
 from gateway_svc.http.responses.events import HEAD_DEFAULTS, MESSAGE, REASONING, item_id
@@ -29,7 +30,6 @@ from gateway_svc.http.responses.tools import (
     output_of,
     tools_of,
 )
-from gateway_svc.http.values import Json, flag, invalid, list_of, object_of, one_of, optional, shown, text, text_at
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")

@@ -18,9 +18,8 @@ from typing import Any
 
 import xxhash
 
-from gateway_svc.http.json_text import encoded_list, joined_lists
+from gateway_svc.http.json_text import Json, encoded_list, joined_lists
 from gateway_svc.http.responses.tools import KINDS, NAMESPACE, InputReader, called_by_name, parsed
-from gateway_svc.http.values import Json
 from grammars.schemas import INPUT
 
 MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"

@@ -20,13 +20,12 @@ from starlette.routing import Route
 
 from gateway_svc.answer.resuming import Resumed
 from gateway_svc.callers.caller import CANCELLED, OK, forked, record_request_id, scoped
-from gateway_svc.http.json_text import encode, named_event
+from gateway_svc.http.json_text import BOOLEANS, Json, encode, invalid, named_event, one_of
 from gateway_svc.http.replays import Around, ReplayEntries
 from gateway_svc.http.replies import EventStream, Read, answer_id, ignored_headers, json_reply, mark_conversation
 from gateway_svc.http.responses.bodies import ResponseBody, messages_of, response_request, with_ids
 from gateway_svc.http.responses.events import Event, events_of
 from gateway_svc.http.responses.runs import ResponseRun, Source
-from gateway_svc.http.values import BOOLEANS, Json, invalid, one_of
 from gateway_svc.pipeline.generation import GenerationPipeline
 from gateway_svc.records.store import StoredRecord, Update
 from gateway_svc.request.validation import REQUEST_ID

@@ -15,10 +15,9 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.open_streams import FAILED
 from gateway_svc.http.errors import error_of_sample
-from gateway_svc.http.json_text import joined_lists
+from gateway_svc.http.json_text import Json, joined_lists
 from gateway_svc.http.openai.logprobs import ChatLogprobs, positions
 from gateway_svc.http.responses.events import CALL, MESSAGE, REASONING, Event, OutputPart, ResponseEnd, ResponseEvents
-from gateway_svc.http.values import Json
 from svc_common.errors import ServiceError, TakenOverError, UnavailableError, shown_error
 from svc_common.tasks import cancel
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway_svc.http.values import Json, invalid, list_of, object_of, optional, shown, text_at, text_of
+from gateway_svc.http.json_text import Json, invalid, list_of, object_of, optional, shown, text_at, text_of
 from gateway_svc.request.tools import MAX_TOOLS
 from gateway_svc.text.lark import slashed
 from grammars.schemas import INPUT, INPUT_GRAMMAR

@@ -15,14 +15,13 @@ from typing import Protocol
 from quire.internal.v1 import inputs_pb2
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.columns import u32_from_bytes
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.sandbox.audio_decoder import AudioDecoder
 from gateway_svc.request.sandbox.image_preparer import ImagePreparer
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer
 from gateway_svc.request.threads import Lane
 from gateway_svc.request.tools import NO_TOOLS, ChatTools
-from prefix_index.hashing import content_ids, input_digest
+from prefix_index.hashing import content_ids, ids_from_bytes, input_digest
 
 PIECE_BYTES = 1 << 17  # other threads can run between pieces
 # By dtype: bytes of a number, its exponent bits, and the lowest of them.
@@ -86,7 +85,7 @@ def carried_input(
 
 def whole_prompt(carried: inputs_pb2.CarriedInput) -> PromptInput:
     """The prompt that consists of one input."""
-    return PromptInput(u32_from_bytes(content_ids(carried.digest, carried.length)), (carried,))
+    return PromptInput(ids_from_bytes(content_ids(carried.digest, carried.length)), (carried,))
 
 
 def is_finite(data: bytes, dtype: str) -> bool:

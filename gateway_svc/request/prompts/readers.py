@@ -9,10 +9,16 @@ from quire.v1 import inference_pb2 as pb
 from gateway_svc.request.field_errors import check_token_ids, invalid
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.prompts.audio import AudioPart, AudioReader, audio_parts
-from gateway_svc.request.prompts.chat import ChatReader
 from gateway_svc.request.prompts.embeddings import EmbeddingsReader
 from gateway_svc.request.prompts.reader import PromptInput, PromptReader, ReadContext, has_images
-from gateway_svc.request.prompts.text import MAX_TOKENIZE_BYTES, Encoding, TextReader, TokenPromptReader, TokensReader
+from gateway_svc.request.prompts.text import (
+    MAX_TOKENIZE_BYTES,
+    ChatReader,
+    Encoding,
+    TextReader,
+    TokenPromptReader,
+    TokensReader,
+)
 from gateway_svc.request.sandbox.audio_decoder import AudioDecoder
 from gateway_svc.request.sandbox.image_preparer import ImageLimits, ImagePreparer
 from gateway_svc.request.sandbox.template_renderer import TemplateRenderer

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from quire.v1 import inference_pb2 as pb
 
 from gateway_svc.request.models import ServedModel
-from gateway_svc.request.prompts.chat import chat_frame
+from gateway_svc.request.prompts.text import chat_frame
 from gateway_svc.request.sandbox.child import LENGTH
 from gateway_svc.request.sandbox.template_process import Templates
 from gateway_svc.request.sandbox.template_renderer import rendered_text

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway_svc.request.prompts.chat import _set_call_ids
+from gateway_svc.request.prompts.text import _set_call_ids
 from gateway_svc.text.answer import AnswerPiece, Item, ItemKind, items_of
 from gateway_svc.text.calls.xml import XmlCalls
 from gateway_svc.text.chat_output import ChatFormat, ChatParser, call_id, call_key, parse, short_call_id

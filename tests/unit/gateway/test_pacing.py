@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway_svc.schedulers.scheduler_request import MAX_REST_S, WakePacer
+from gateway_svc.schedulers.submitter import MAX_REST_S, WakePacer
 
 
 class Clock(asyncio.SelectorEventLoop):
