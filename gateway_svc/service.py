@@ -23,10 +23,10 @@ from gateway_svc.pipeline.admission import CallAdmission
 from gateway_svc.process.ports import Ports
 from gateway_svc.process.schedulers import Schedulers
 from gateway_svc.records.cipher import make_cipher
-from gateway_svc.records.memory_fields import MemoryFields
+from gateway_svc.records.fields import MemoryFields, RecordLimits
 from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.redis_fields import RedisFields
-from gateway_svc.records.store import RecordLimits, RecordStore
+from gateway_svc.records.store import RecordStore
 from gateway_svc.request.prompts.readers import PromptReaders
 from gateway_svc.request.sandbox.audio_decoder import AudioDecoder
 from gateway_svc.request.sandbox.grammar_checker import GrammarChecker

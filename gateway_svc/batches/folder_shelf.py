@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gateway_svc.batches.lines import BATCH, SWEPT, UNCHECKED, LineAnswer, TakenChunk
-from gateway_svc.records.store import owner_of
+from gateway_svc.records.fields import owner_of
 from svc_common.config import SettingError
 from svc_common.errors import UnavailableError
 

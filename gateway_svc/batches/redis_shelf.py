@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway_svc.batches.lines import BATCH, SWEPT, UNCHECKED, LineAnswer, TakenChunk
-from gateway_svc.records.store import owner_of
+from gateway_svc.records.fields import owner_of
 from svc_common.errors import UnavailableError
 from svc_common.redis.connect import answer_of, connect
 from svc_common.redis.server import Availability, RedisServer

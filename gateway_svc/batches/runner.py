@@ -30,7 +30,7 @@ from gateway_svc.batches.lines import (
     unsent,
 )
 from gateway_svc.callers.caller import Caller, current_caller
-from gateway_svc.records.store import owner_of
+from gateway_svc.records.fields import owner_of
 from svc_common.errors import NotFoundError, UnavailableError
 from svc_common.tasks import cancel
 

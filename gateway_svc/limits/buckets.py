@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from svc_common.config import SettingError
 from svc_common.redis.connect import call_errors, connect
@@ -153,19 +153,6 @@ class Verdict:
 ADMITTED = Verdict()
 
 
-class RateBuckets(Protocol):
-    """Counts requests of all owners."""
-
-    async def take(self, owner: str, limits: OwnerLimits, take: Take) -> Verdict: ...
-    async def give_back(self, owner: str, limits: OwnerLimits, stream_id: str, num_tokens: int) -> None:
-        """End a stream and return its unused tokens."""
-
-    async def keep(self, streams: list[tuple[str, str]]) -> None:
-        """Renew the counts of open streams (owner, id). Must be called more often than every STREAM_TTL_S."""
-
-    async def close(self) -> None: ...
-
-
 def rates(limits: OwnerLimits) -> tuple[float, float]:
     """Requests and tokens per second; 0: no limit."""
     return limits.requests_per_s or 0.0, (limits.tokens_per_min or 0.0) / 60
@@ -178,7 +165,7 @@ class _Counts:
 
 
 class LocalBuckets:
-    """Counts in this process only."""
+    """Counts requests of all owners, in this process only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -204,6 +191,7 @@ class LocalBuckets:
         return ADMITTED
 
     async def give_back(self, owner: str, limits: OwnerLimits, stream_id: str, num_tokens: int) -> None:
+        """End a stream and return its unused tokens."""
         counts = self._counts[owner]
         counts.streams.discard(stream_id)
         if rate := rates(limits)[1]:
@@ -212,7 +200,7 @@ class LocalBuckets:
             del self._counts[owner]
 
     async def keep(self, streams: list[tuple[str, str]]) -> None:
-        """Streams of this process need no renewal."""
+        """Renew the counts of open streams (owner, id), more often than every STREAM_TTL_S. Those here need none."""
 
     async def close(self) -> None:
         """There is nothing to close."""
@@ -273,7 +261,8 @@ return 0"""
 
 
 class RedisBuckets:
-    """Counts in Redis, for all gateways. While Redis does not answer, each process counts on its own.
+    """Counts in Redis, for all gateways, with the methods of LocalBuckets. While Redis does not answer, each process
+    counts on its own.
 
     Raises ValueError for a malformed URL.
     """

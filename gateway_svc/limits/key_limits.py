@@ -8,7 +8,15 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 
-from gateway_svc.limits.buckets import NO_LIMITS, STREAM_TTL_S, LimitsFile, OwnerLimits, RateBuckets, Take
+from gateway_svc.limits.buckets import (
+    NO_LIMITS,
+    STREAM_TTL_S,
+    LimitsFile,
+    LocalBuckets,
+    OwnerLimits,
+    RedisBuckets,
+    Take,
+)
 from svc_common.errors import InvalidRequestError, OverloadedError, PermissionDeniedError
 from svc_common.tasks import cancel
 
@@ -24,7 +32,7 @@ UNITS = {
 class KeyLimits:
     """Limits of all owners. Without a file there are none."""
 
-    def __init__(self, file: LimitsFile | None = None, buckets: RateBuckets | None = None) -> None:
+    def __init__(self, file: LimitsFile | None = None, buckets: LocalBuckets | RedisBuckets | None = None) -> None:
         self._file = file
         self.names_owners = file is not None  # some owners may be limited
         self._buckets = buckets
@@ -75,7 +83,7 @@ class KeyLimits:
         limits = self.of(owner)
         return min(most for most in (num_requests, limits.max_streams, limits.max_rows) if most is not None)
 
-    async def _take(self, buckets: RateBuckets, owner: str, limits: OwnerLimits, take: Take) -> None:
+    async def _take(self, buckets: LocalBuckets | RedisBuckets, owner: str, limits: OwnerLimits, take: Take) -> None:
         verdict = await buckets.take(owner, limits, take)
         if verdict.limit:
             raise OverloadedError(
@@ -132,7 +140,7 @@ class KeyLimits:
             # Shielded: a stream is also released when its client disconnects.
             await asyncio.shield(self._buckets.give_back(owner, limits, stream_id, unused))
 
-    async def _keep(self, buckets: RateBuckets) -> None:
+    async def _keep(self, buckets: LocalBuckets | RedisBuckets) -> None:
         while True:
             await asyncio.sleep(STREAM_TTL_S / 3)
             await buckets.keep([(owner, stream_id) for stream_id, owner in self._open.items()])

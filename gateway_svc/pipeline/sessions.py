@@ -26,7 +26,8 @@ from gateway_svc.answer.session import (
 )
 from gateway_svc.callers.caller import current_caller, record_target, scoped
 from gateway_svc.pipeline.admission import CallAdmission
-from gateway_svc.records.store import LEASE_S, RecordStore, StoredRecord
+from gateway_svc.records.fields import LEASE_S
+from gateway_svc.records.store import RecordStore, StoredRecord
 from gateway_svc.request.field_errors import invalid
 from gateway_svc.request.models import ServedModel
 from gateway_svc.request.prompts.reader import PromptInput

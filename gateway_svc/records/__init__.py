@@ -3,6 +3,6 @@
 cipher.py          encryption of stored values
 store.py           records as messages, of fields that are stored elsewhere
 redis_fields.py    the only module that calls Redis: one hash per record, fenced by the run that writes it
-memory_fields.py   the same in memory, for one gateway without Redis
+fields.py          what the fields hold, and their storage in memory, for one gateway without Redis
 recorder.py        one task that periodically writes the output of all open requests
 """

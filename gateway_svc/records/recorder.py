@@ -18,7 +18,8 @@ from quire.internal.v1 import record_pb2 as pb
 from quire.internal.v1 import scheduler_pb2
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.records.store import RecordStore, Update
+from gateway_svc.records.fields import Update
+from gateway_svc.records.store import RecordStore
 from prefix_index.hashing import token_bytes
 from svc_common.errors import UnavailableError
 from svc_common.tasks import cancel

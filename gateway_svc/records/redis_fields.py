@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway_svc.records.store import (
+from gateway_svc.records.fields import (
     LEASE_S,
     MAX_BYTES,
     MAX_LISTED,
@@ -169,7 +169,9 @@ if redis.call('EXISTS', KEYS[2]) == 1 then redis.call('HSET', KEYS[2], 'next', A
 
 
 class RedisFields:
-    """Records that all gateways with this Redis share. Raises ValueError for a malformed URL."""
+    """Records that all gateways with this Redis share, with the methods of MemoryFields. They raise
+    RecordsUnavailableError if it does not answer. Raises ValueError for a malformed URL.
+    """
 
     def __init__(
         self,

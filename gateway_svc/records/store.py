@@ -18,24 +18,21 @@ import logging
 import secrets
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
 
 from google.protobuf.message import DecodeError
 from quire.internal.v1 import record_pb2 as pb
 from quire.v1.inference_pb2 import GenerateRequest
 
 from gateway_svc.records.cipher import Cipher, UnreadableValueError
+from gateway_svc.records.fields import END, LEASE_S, NO_LIMITS, MemoryFields, RecordLimits, Update, owner_of
+from gateway_svc.records.redis_fields import RedisFields
 from prefix_index.hashing import ids_from_bytes, token_bytes
 from svc_common.errors import InvalidRequestError, OverloadedError
 
 log = logging.getLogger(__name__)
 
-MAX_LISTED = 1000  # sessions of an owner that a list has
-LEASE_S = 3.0  # a run renews its lease every second
-TTL_S = 3600.0
-MAX_BYTES = 4 << 20
-OUTPUT, END = "o:", "e:"
+OUTPUT = "o:"
 SHARED = "="  # begins the ids of shared records; no client can name one
 
 
@@ -71,103 +68,12 @@ def keeps_output(request: GenerateRequest) -> bool:
     return not has_logprobs and not request.sampling.HasField("best_of")
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """New output of a run. `columns`: token ids by sample and output position."""
-
-    record_id: str
-    run: str
-    columns: Mapping[tuple[int, int], bytes] = field(default_factory=dict)
-    ends: Mapping[int, bytes] = field(default_factory=dict)
-    releases: bool = False  # the run has ended
-
-
-class Lifetime(NamedTuple):
-    """Seconds until a record is deleted, and until its pin ends."""
-
-    expires_in_s: float
-    pinned_for_s: float
-
-
-class RecordLimits(NamedTuple):
-    """Limits of all records of one owner. None: no limit."""
-
-    record_bytes: int | None = None
-    max_records: int | None = None
-
-    def allow(self, num_bytes: int, number: int) -> bool:
-        """Whether records of this size and number are allowed."""
-        is_small = self.record_bytes is None or num_bytes <= self.record_bytes
-        return is_small and (self.max_records is None or number <= self.max_records)
-
-
-NO_LIMITS = RecordLimits()
-
-
-def owner_of(record_id: str) -> str:
-    """The owner in the id of a record, OWNER/request_id; empty if callers are not identified."""
-    return record_id.rpartition("/")[0]
-
-
-class RecordFields(Protocol):
-    """Stores the fields of records. Methods raise RecordsUnavailableError if the storage does not answer.
-
-    `max_bytes` limits a record: output above it is not stored.
-    """
-
-    max_bytes: int
-
-    async def create(
-        self, record_id: str, request: bytes, run: str, *, shared_id: str = "", limits: RecordLimits = NO_LIMITS
-    ) -> bool:
-        """Create or replace a record, and give its lease to this run. False if its owner has reached a limit.
-
-        A record that others share lives as long as they do, and ends with the last one that is deleted.
-        """
-
-    async def claim(self, record_id: str, run: str, *, by_force: bool) -> bool:
-        """Give the lease to this run. False if another run has it or there is no record. `by_force`: end that lease."""
-
-    async def write(self, updates: Sequence[tuple[Update, Mapping[str, bytes]]]) -> list[bool]:
-        """Store fields and renew leases. False for a run that has lost its record."""
-
-    async def put_object(self, record_id: str, value: bytes) -> bytes | None:
-        """Store the field `object` unless the record has one. Returns the stored one; None if there is no record."""
-
-    async def delete(self, record_id: str) -> bool:
-        """Delete a record. False if there is none."""
-
-    async def load(self, record_id: str) -> tuple[Mapping[str, bytes], bool]:
-        """The fields of a record, and whether a run has a lease. No fields if there is no record."""
-
-    async def is_open(self, record_id: str) -> bool:
-        """Whether a run has not ended its lease of the record, also if that has expired: its gateway or Redis was lost
-        before all output was stored. Reads nothing else."""
-
-    async def pin(self, record_id: str, ttl_s: float, limit: int) -> bool:
-        """Keep a record for at least this time. False if its owner has `limit` other pinned records."""
-
-    async def num_pinned(self) -> dict[str, int]:
-        """Pinned records of each owner that has any."""
-
-    async def lifetimes(self, record_ids: Sequence[str]) -> list[Lifetime | None]:
-        """When each record ends; None for one that does not exist."""
-
-    async def enlist(self, owner: str, record_id: str, instead_of: str) -> None:
-        """Put a record into the owner's list of sessions; another one, which it continues, leaves it."""
-
-    async def listed(self, owner: str) -> list[str]:
-        """The ids in the owner's list, the newest first. Some may have ended."""
-
-    async def close(self) -> None: ...
-
-
 class RecordStore:
     """Reads and writes records. Methods raise RecordsUnavailableError if the storage does not answer."""
 
     def __init__(
         self,
-        fields: RecordFields,
+        fields: MemoryFields | RedisFields,
         *,
         cipher: Cipher | None = None,
         limits: Callable[[str], RecordLimits] = lambda owner: NO_LIMITS,

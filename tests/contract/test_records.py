@@ -16,11 +16,12 @@ from quire.internal.v1 import scheduler_pb2
 from quire.v1 import inference_pb2
 from quire.v1 import types_pb2 as types
 
-from gateway_svc.records import memory_fields, redis_fields
+from gateway_svc.records import fields as record_fields
+from gateway_svc.records import redis_fields
 from gateway_svc.records.cipher import Cipher, RecordKeyError, UnreadableValueError, make_cipher
-from gateway_svc.records.memory_fields import MemoryFields
+from gateway_svc.records.fields import MemoryFields, RecordLimits, Update
 from gateway_svc.records.redis_fields import RedisFields
-from gateway_svc.records.store import RecordLimits, RecordStore, Update
+from gateway_svc.records.store import RecordStore
 from svc_common.errors import InvalidRequestError, OverloadedError, RecordsUnavailableError
 from svc_common.security import tls
 from tests.processes.redis_server import RedisServer
@@ -426,7 +427,7 @@ async def test_a_record_expires_again_when_its_pin_has_ended(make_redis_store: M
 async def test_the_list_of_an_owner_is_bounded_and_in_order(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (memory_fields, redis_fields):
+    for module in (record_fields, redis_fields):
         monkeypatch.setattr(module, "MAX_LISTED", 3)
     store = make_store()
     for name in "abcd":

@@ -27,7 +27,8 @@ from gateway_svc.http.responses.bodies import ResponseBody, messages_of, respons
 from gateway_svc.http.responses.events import Event, events_of
 from gateway_svc.http.responses.runs import ResponseRun, Source
 from gateway_svc.pipeline.generation import GenerationPipeline
-from gateway_svc.records.store import StoredRecord, Update
+from gateway_svc.records.fields import Update
+from gateway_svc.records.store import StoredRecord
 from gateway_svc.request.validation import REQUEST_ID
 from gateway_svc.schedulers.directory import ModelDirectory
 from svc_common.errors import ContextLengthError, NotFoundError, RecordsUnavailableError, UnavailableError

@@ -17,7 +17,6 @@ from gateway_svc.limits.buckets import (
     LimitsFile,
     LocalBuckets,
     OwnerLimits,
-    RateBuckets,
     RedisBuckets,
     Take,
     Verdict,
@@ -39,6 +38,8 @@ models = ["a"]
 requests_per_s = 100
 max_streams = 3
 """
+
+RateBuckets = LocalBuckets | RedisBuckets
 
 
 def file_of(folder: Path, text: str = FILE) -> Path:

@@ -15,9 +15,10 @@ from quire.v1 import types_pb2 as types
 from quire_client import PromptEmbeddings
 
 from gateway_svc.pipeline import sessions
+from gateway_svc.records.fields import Update
 from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.redis_fields import RedisFields
-from gateway_svc.records.store import RecordStore, Update
+from gateway_svc.records.store import RecordStore
 from tests.processes.redis_server import RedisServer
 from tests.unit.gateway.fakes import (
     ABORTED,

@@ -19,7 +19,7 @@ from quire.v1 import types_pb2 as types
 from gateway_svc.callers.caller import Caller, current_caller
 from gateway_svc.limits.buckets import LimitsFile
 from gateway_svc.limits.key_limits import KeyLimits
-from gateway_svc.records.memory_fields import MemoryFields
+from gateway_svc.records.fields import MemoryFields
 from gateway_svc.records.recorder import OutputRecorder
 from gateway_svc.records.store import RecordStore
 from gateway_svc.schedulers import routes

@@ -21,9 +21,9 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.callers.caller import Caller, current_caller
 from gateway_svc.pipeline import sessions
-from gateway_svc.records.memory_fields import MemoryFields
+from gateway_svc.records.fields import MemoryFields, Update
 from gateway_svc.records.recorder import OutputRecorder
-from gateway_svc.records.store import RecordStore, StoredRecord, Update
+from gateway_svc.records.store import RecordStore, StoredRecord
 from svc_common.errors import UnavailableError
 from tests.unit.gateway.fakes import (
     FakeScheduler,

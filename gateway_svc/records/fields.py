@@ -1,25 +1,58 @@
-"""The fields of records in the memory of one gateway process, for a machine without Redis."""
+"""The fields of records: what is stored, and how in the memory of one gateway process, for a machine without Redis."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from gateway_svc.records.store import (
-    END,
-    LEASE_S,
-    MAX_BYTES,
-    MAX_LISTED,
-    NO_LIMITS,
-    TTL_S,
-    Lifetime,
-    RecordLimits,
-    Update,
-    owner_of,
-)
 from svc_common.errors import OverloadedError
+
+MAX_LISTED = 1000  # sessions of an owner that a list has
+LEASE_S = 3.0  # a run renews its lease every second
+TTL_S = 3600.0
+MAX_BYTES = 4 << 20
+END = "e:"  # begins the names of fields with the end of a sample
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """New output of a run. `columns`: token ids by sample and output position."""
+
+    record_id: str
+    run: str
+    columns: Mapping[tuple[int, int], bytes] = field(default_factory=dict)
+    ends: Mapping[int, bytes] = field(default_factory=dict)
+    releases: bool = False  # the run has ended
+
+
+class Lifetime(NamedTuple):
+    """Seconds until a record is deleted, and until its pin ends."""
+
+    expires_in_s: float
+    pinned_for_s: float
+
+
+class RecordLimits(NamedTuple):
+    """Limits of all records of one owner. None: no limit."""
+
+    record_bytes: int | None = None
+    max_records: int | None = None
+
+    def allow(self, num_bytes: int, number: int) -> bool:
+        """Whether records of this size and number are allowed."""
+        is_small = self.record_bytes is None or num_bytes <= self.record_bytes
+        return is_small and (self.max_records is None or number <= self.max_records)
+
+
+NO_LIMITS = RecordLimits()
+
+
+def owner_of(record_id: str) -> str:
+    """The owner in the id of a record, OWNER/request_id; empty if callers are not identified."""
+    return record_id.rpartition("/")[0]
 
 
 @dataclass(slots=True)
@@ -35,7 +68,8 @@ class _Record:
 
 class MemoryFields:
     """Records of this process, at most `total_bytes`: the records that were written longest ago make room, unless their
-    request is open or they are pinned. They end with the process. Times are seconds of `clock`.
+    request is open or they are pinned. They end with the process. Times are seconds of `clock`. `max_bytes` limits a
+    record: output above it is not stored.
     """
 
     def __init__(
@@ -62,7 +96,11 @@ class MemoryFields:
     async def create(
         self, record_id: str, request: bytes, run: str, *, shared_id: str = "", limits: RecordLimits = NO_LIMITS
     ) -> bool:
-        """Raises OverloadedError if open requests leave no room."""
+        """Create or replace a record, and give its lease to this run. False if its owner has reached a limit.
+
+        A record that others share lives as long as they do, and ends with the last one that is deleted.
+        Raises OverloadedError if open requests leave no room.
+        """
         owner = owner_of(record_id)
         others = [one.size for name, one in self._records.items() if owner_of(name) == owner and name != record_id]
         if not limits.allow(len(request) + sum(others), 1 + len(others)):
@@ -85,6 +123,7 @@ class MemoryFields:
         return True
 
     async def claim(self, record_id: str, run: str, *, by_force: bool) -> bool:
+        """Give the lease to this run. False if another run has it or there is no record. `by_force`: end that lease."""
         record = self._find(record_id)
         if record is None or (not by_force and record.run != run and record.lease_until > self._clock()):
             return False
@@ -93,6 +132,7 @@ class MemoryFields:
         return True
 
     async def write(self, updates: Sequence[tuple[Update, Mapping[str, bytes]]]) -> list[bool]:
+        """Store fields and renew leases. False for a run that has lost its record."""
         return [self._write(update, fields) for update, fields in updates]
 
     def _write(self, update: Update, fields: Mapping[str, bytes]) -> bool:
@@ -107,6 +147,7 @@ class MemoryFields:
         return True
 
     async def put_object(self, record_id: str, value: bytes) -> bytes | None:
+        """Store the field `object` unless the record has one. Returns the stored one; None if there is no record."""
         record = self._find(record_id)
         if record is None:
             return None
@@ -116,19 +157,24 @@ class MemoryFields:
         return record.fields.get("object")
 
     async def delete(self, record_id: str) -> bool:
+        """Delete a record. False if there is none."""
         is_known = self._find(record_id) is not None
         self._remove(record_id)
         return is_known
 
     async def load(self, record_id: str) -> tuple[Mapping[str, bytes], bool]:
+        """The fields of a record, and whether a run has a lease. No fields if there is no record."""
         record = self._find(record_id)
         return ({}, False) if record is None else (dict(record.fields), record.lease_until > self._clock())
 
     async def is_open(self, record_id: str) -> bool:
+        """Whether a run has not ended its lease of the record, also if that has expired: its gateway or Redis was lost
+        before all output was stored. Reads nothing else."""
         record = self._find(record_id)
         return record is not None and record.lease_until > self._clock()
 
     async def pin(self, record_id: str, ttl_s: float, limit: int) -> bool:
+        """Keep a record for at least this time. False if its owner has `limit` other pinned records."""
         record, now = self._find(record_id), self._clock()
         if record is None:
             return True
@@ -142,6 +188,7 @@ class MemoryFields:
         return True
 
     async def num_pinned(self) -> dict[str, int]:
+        """Pinned records of each owner that has any."""
         return Counter(owner_of(name) for name, record in self._pinned() if not record.refs)
 
     def _pinned(self) -> list[tuple[str, _Record]]:
@@ -149,6 +196,7 @@ class MemoryFields:
         return [(name, record) for name, record in self._records.items() if record.pinned_until > now]
 
     async def lifetimes(self, record_ids: Sequence[str]) -> list[Lifetime | None]:
+        """When each record ends; None for one that does not exist."""
         now, found = self._clock(), [self._find(record_id) for record_id in record_ids]
         return [
             None if record is None else Lifetime(record.expires_at - now, max(0.0, record.pinned_until - now))
@@ -156,6 +204,7 @@ class MemoryFields:
         ]
 
     async def enlist(self, owner: str, record_id: str, instead_of: str) -> None:
+        """Put a record into the owner's list of sessions; another one, which it continues, leaves it."""
         ids = self._lists.setdefault(owner, {})
         ids.pop(instead_of, None)
         ids.pop(record_id, None)
@@ -166,6 +215,7 @@ class MemoryFields:
             del ids[oldest]
 
     async def listed(self, owner: str) -> list[str]:
+        """The ids in the owner's list, the newest first. Some may have ended."""
         return list(reversed(self._lists.get(owner, {})))
 
     def _find(self, record_id: str) -> _Record | None:
