@@ -163,8 +163,7 @@ class GenerationPipeline:
             )
             former_id = "" if base is None else base.record.next_id
             if former_id or request.draft_of or request.draft_token_ids or request.draft_text:
-                drafts = await self._old_answers.read(request, model, former_id)
-                plan = replace(plan, draft_token_ids=drafts)
+                plan = replace(plan, draft_token_ids=await self._old_answers.read(request, model, former_id))
             if prompt.inputs:
                 stream.add_inputs(prompt.inputs)
             answer = await self._lane.run(4 * sum(map(len, plan.resume.outputs)), GenerationStream, plan, self._signer)

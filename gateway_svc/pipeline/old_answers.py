@@ -57,11 +57,8 @@ class OldAnswers:
         try:
             found = await self._output_of(scoped(record_id))
         except NotConfiguredError:
-            words = (
-                "draft_of is set, but this deployment keeps no request records; start the gateways with --redis, or a "
-                "single one with --record-memory, or send draft_token_ids"
-            )
-            raise NotConfiguredError(words, field="draft_of") from None
+            words = "draft_of is set, but this deployment keeps no request records (--redis, --record-memory)"
+            raise NotConfiguredError(f"{words}; send draft_token_ids", field="draft_of") from None
         if found is None:
             raise no_record(record_id, "draft_of")
         return found

@@ -599,6 +599,7 @@ class SymbolicWorker:
             found = self._answers[row].propose(output, count)
             for token in found:
                 self._append(row, int(self.history_len[row]), token)
+            self.num_drafted += len(found)
             return len(found)
         for nth in range(count):
             end = int(self.history_len[row])

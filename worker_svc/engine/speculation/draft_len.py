@@ -8,6 +8,7 @@ MEMORY = 0.05  # weight of a longer step in the running time of its size
 UNMEASURED_TOKENS = 10  # before it is measured, a step takes as long as this number of tokens and those that it has
 LEAST_CHANCE = 0.05  # no draft that is less likely than this: steps with drafts are never free
 STALE = 64  # steps, after which a size is measured again
+FORGOTTEN = 512  # steps, after which a larger size counts as not measured: the last time may have been a disturbed one
 PROBE_SHARE = 0.01  # of the time, for the drafts of rows whose drafts do not pay
 
 
@@ -65,7 +66,8 @@ class StepTimes:
         """The share of a step of so many rows that one more token takes."""
         group = num_rows.bit_length()
         base = self._groups.get(group)
-        larger = next((found for more in (1, 2, 3) if (found := self._groups.get(group + more))), None)
+        known = {one for one, at in self._measured_at.items() if self._num_steps - at < FORGOTTEN}
+        larger = next((self._groups[group + more] for more in (1, 2, 3) if group + more in known), None)
         if base is None or larger is None or larger[0] <= base[0]:
             return 1 / (UNMEASURED_TOKENS + num_rows)
         return max(larger[1] - base[1], 0.0) / (larger[0] - base[0]) / base[1]

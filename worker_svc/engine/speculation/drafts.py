@@ -126,13 +126,11 @@ class RowDrafts(RowPart):
         row = item.row
         self._forget(row)
         self._speculates[row] = item.speculates and not item.num_candidates and item.pooling is None
-        self._acceptance[row] = self._shared_acceptance
         if self._speculates[row]:
             self._answers.open(item)
-        if row in self._answers.in_use:
-            self._acceptance[row] = max(FIRST_ACCEPTANCE, self._shared_acceptance)
-        else:
-            self._speculates[row] &= self._is_for_all
+        has_answer, shared = row in self._answers.in_use, self._shared_acceptance
+        self._speculates[row] &= self._is_for_all or has_answer
+        self._acceptance[row] = max(FIRST_ACCEPTANCE, shared) if has_answer else shared
         self._num_waited[row], self._num_missed[row], self._wanted[row] = 0, PATIENCE, 0
 
     def close(self, rows: U32) -> None:
@@ -228,6 +226,8 @@ class RowDrafts(RowPart):
 
     def propose(self, batch: StepBatch, output: StepOutput, seconds: float) -> None:
         """Propose drafts for the rows that have sampled, and ask for room for them in the answer."""
+        if not self._is_for_all and self._answers.rest():
+            return
         rows, pause = self._choose(batch, output, seconds)
         self._propose(rows, pause)
         wanted = self._wanted[output.rows] * (self._speculates & (self._num_missed < PATIENCE))[output.rows]

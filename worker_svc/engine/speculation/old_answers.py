@@ -21,6 +21,7 @@ from worker_svc.engine.speculation.suffix import FEW, MAX_MATCH, MIN_MATCH, mixe
 
 MANY = 8  # tokens in a row, after which earlier wrong proposals are forgotten
 MAX_PLACES = 8  # places of the newest tokens that are compared
+MAX_PAUSE = 32  # steps without a look at answers that had nothing
 NEAR = 4  # tokens around the expected one, among which one token is a match
 ALWAYS_WRONG = 6  # proposals after which the least match grows no more
 
@@ -117,6 +118,7 @@ class OldAnswers:
     def __init__(self, rows: OpenRows) -> None:
         self._rows = rows
         self.in_use: dict[int, OldAnswer] = {}
+        self._pause = self._num_left = 0  # steps
 
     def open(self, item: RowOpen) -> None:
         """A row opens. A fork has the answer of its parent."""
@@ -125,11 +127,18 @@ class OldAnswers:
             self.in_use[item.row] = OldAnswer(parent.answer, parent.index)
         elif len(item.draft_token_ids):
             self.in_use[item.row] = OldAnswer(item.draft_token_ids)
+        self._pause = self._num_left = 0
+
+    def rest(self) -> bool:
+        """Whether to look at no answer after this step: the last looks found nothing."""
+        self._num_left -= 1
+        return self._num_left >= 0
 
     def propose(self, rows: I64, counts: I64, others: Callable[[I64, I64], list[list[int]]] | None) -> list[list[int]]:
         """For each row, up to so many tokens that may follow its known tokens. Those without drafts from an answer have
         those of `others`."""
         found = [self._propose(row, most) for row, most in zip(rows.tolist(), counts.tolist(), strict=True)]
+        self._num_left = self._pause = 0 if any(found) else min(2 * self._pause + 1, MAX_PAUSE)
         left = [i for i, drafts in enumerate(found) if not drafts]
         if others is not None and left:
             for i, drafts in zip(left, others(rows[left], counts[left]), strict=True):
