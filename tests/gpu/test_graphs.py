@@ -214,9 +214,7 @@ def test_ranks_agree_on_what_is_recorded():
     assert [made.serves(bucket(n)) for n in (2, 1)] == [True, False]
 
 
-@pytest.mark.parametrize(
-    "number", [1, 3, pytest.param(2, marks=pytest.mark.deep), pytest.param(4, marks=pytest.mark.deep)]
-)
+@pytest.mark.parametrize("number", [1, *(pytest.param(number, marks=pytest.mark.deep) for number in (2, 3, 4))])
 def test_a_worker_whose_graphs_cannot_be_recorded_serves_without(folder, recorder, monkeypatch, caplog, number):
     """Each of its recordings fails in turn, with and without overlap."""
     plain, _ = run(load(folder, cuda_graphs="off"))

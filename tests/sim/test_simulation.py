@@ -110,7 +110,7 @@ def test_blocks_of_cache_groups_move() -> None:
     """With the windows of each group, from tiers and from other workers, also while rows have drafts."""
     whole: list[BlockMove] = []
     num_accepted = 0
-    for seed in (22, 52, 68):
+    for seed in (1, 8, 68):
         cluster = run_seed(seed, has_groups=True, has_moves=True).cluster
         ended = [event[1:] for event in cluster.trace if event[0] == "moved"]
         whole += [move for move, count in ended if move.extras and count == move.num_items]

@@ -18,6 +18,8 @@ import pytest
 import gateway_svc.request.resume
 import gateway_svc.schedulers.scheduler_request
 from gateway_svc.schedulers.attach_stream import AttachStream
+from gateway_svc.schedulers.dispatcher import Dispatcher
+from gateway_svc.schedulers.scheduler_request import SchedulerRequest
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.steps.step_planner import StepPlanner
 from scheduler_svc.core.worker_state import InFlightStep, StepPlan, WorkerState
@@ -225,7 +227,7 @@ def scheduler_waits_for_a_silent_worker(patch: Patch) -> None:
 # -- losses ------------------------------------------------------------------------------------------------------------
 
 
-@bug("still has messages for a gateway|is still live", "kill", "freeze", first_seed=38)
+@bug("still has messages for a gateway|is still live", "freeze", "kill", first_seed=38)
 def scheduler_waits_for_a_silent_gateway(patch: Patch) -> None:
     async def beat(gateways: Gateways, attached: Attached) -> None:
         while True:
@@ -245,9 +247,19 @@ def cancel_ignored(patch: Patch) -> None:
     patch.setattr(StepLoop, "cancel", lambda self, *args: None)
 
 
-@bug("no progress|no token for", "kill", "freeze", first_seed=10)
+@bug("no progress|no token for", "freeze", "kill", first_seed=10)
 def lost_worker_keeps_its_sequences(patch: Patch) -> None:
     patch.setattr(StepLoop, "worker_lost", lambda self, link, reason: None)
+
+
+@bug("no token for|no progress", "kill", "tear_link", first_seed=8)
+def requests_of_a_lost_scheduler_are_not_sent_again(patch: Patch) -> None:
+    patch.setattr(Dispatcher, "on_lost", lambda self, *args: None)
+
+
+@bug("no token for|no progress", "kill")
+def accepted_request_not_reported_to_its_handler(patch: Patch) -> None:
+    patch.setattr(SchedulerRequest, "on_accepted", lambda self: None)
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from quire.v1 import types_pb2 as types
 
 from gateway_svc.answer.stream import MAX_CHUNK_TOKENS
 from tests.unit.gateway.fakes import (
+    ABORTED,
     CALL_TIMEOUT_S,
     LENGTH,
     FakeScheduler,
@@ -139,6 +140,22 @@ async def test_an_invalid_request_is_not_sent_to_another_replica(both: TestGatew
         fake.refusals.append(scheduler_pb2.Refusal(code=INVALID_ARGUMENT, message="bad"))
     assert (await refused(both.generate())).code() is grpc.StatusCode.INVALID_ARGUMENT
     assert sum(len(fake.submits) for fake in pair) == 1
+
+
+async def test_requests_move_from_a_replica_without_workers_and_it_gets_no_new_ones(
+    both: TestGateway, pair: list[FakeScheduler]
+) -> None:
+    call, events, owner, other = await start_one(both, pair, [10, 11])
+    other.play([10, 11, 12])
+    owner.ready_workers = 0
+    owner.welcome()
+    events += await rest(call)
+    assert ids_of(events) == [10, 11, 12]
+    await until(lambda: owner.cancels)  # sent while the other scheduler answered
+    assert [cancel.reason for cancel in owner.cancels] == [ABORTED]
+    assert other.submits[0].takes_over
+    await asyncio.gather(*(both.collect() for _ in range(10)))
+    assert len(owner.submits) == 1
 
 
 async def test_a_heartbeat_reports_the_load(both: TestGateway, pair: list[FakeScheduler]) -> None:

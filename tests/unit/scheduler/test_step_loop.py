@@ -144,6 +144,22 @@ async def test_overload_and_deadline_refusals_have_a_retry_delay() -> None:
         assert gateway.reasons() == {(1, 0): "length", (2, 0): "length", (4, 0): "aborted"}
 
 
+async def test_a_new_lease_replaces_the_old_one() -> None:
+    async with running_loop() as loop:
+        gateway, old, new = FakeGateway(), FakeWorker(loop), FakeWorker(loop)
+        old.join()
+        submit(loop, loop.attach(gateway), 1, max_tokens=3)
+        await settle()
+        new.join()
+        await settle()
+        old.answer(token=99)
+        loop.worker_lost(old, "late news")
+        await new.answer_all(token=1)
+        assert gateway.tokens(1) == [1, 1, 1]
+        assert old.closed
+        assert new.closed is None
+
+
 async def test_a_worker_that_answers_another_step_is_dropped() -> None:
     async with running_loop() as loop:
         gateway, worker = FakeGateway(), FakeWorker(loop)
@@ -155,6 +171,25 @@ async def test_a_worker_that_answers_another_step_is_dropped() -> None:
         assert worker.closed
         assert "77" in worker.closed
         assert loop.has_work
+
+
+async def test_a_draining_worker_is_released_when_it_is_empty() -> None:
+    async with running_loop() as loop:
+        gateway, leaving, staying = FakeGateway(), FakeWorker(loop), FakeWorker(loop, "w1")
+        leaving.join()
+        owner = loop.attach(gateway)
+        submit(loop, owner, 1, max_tokens=3)
+        await settle()
+        staying.join()
+        loop.worker_draining(leaving)
+        submit(loop, owner, 2, max_tokens=2)
+        await settle()
+        assert leaving.closed is None
+        await leaving.answer_all(token=1)
+        await staying.answer_all(token=2)
+        assert leaving.closed == "drained"
+        assert gateway.tokens(1) == [2, 2, 2]
+        assert gateway.tokens(2) == [2, 2]
 
 
 @pytest.mark.parametrize("error", [MemoryError("pool"), RuntimeError("bug")])
