@@ -114,27 +114,6 @@ def names(*arguments, **fields) -> list[str]:
     return [found.name for found in chosen_sections(*arguments, **fields)]
 
 
-def finds_a_wrong_kernel(report):
-    report.figures["wrong_kernels"] = ["linear"]
-    report.row("finds", "linear", ok=False)
-
-
-def test_no_speed_is_measured_with_wrong_kernels():
-    sections = [
-        Section("reason", 60.0, f"{__name__}:fine", "wrong"), section(finds_a_wrong_kernel),
-        Section("speed", 60.0, f"{__name__}:fine", "right"), section(fine, name="other"),
-        Section("why", 60.0, f"{__name__}:fine", "wrong"),
-    ]  # fmt: skip
-    report = Report(is_smoke=True)
-    report.figures["found"] = 0
-    run(report, sections)
-    assert [(row["by"], row["name"]) for row in report.rows] == [
-        ("finds_a_wrong_kernel", "linear"), ("speed", "skipped"), ("other", "a row"), ("why", "a row"),
-    ]  # fmt: skip
-    assert report.rows[1]["note"] == "linear failed the self_checks"
-    assert report.done == ["finds_a_wrong_kernel", "other", "why"]
-
-
 def test_bits_are_compared(tmp_path, monkeypatch):
     """All rows with a verdict hold, in torch; a runner that samples other tokens without graphs is found."""
     monkeypatch.setattr(model, "SMOKE_SETTINGS", model.SMOKE_SETTINGS | {"kernels": "torch"})

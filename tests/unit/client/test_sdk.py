@@ -26,7 +26,6 @@ from quire_client import (
     GenerationFailed,
     InvalidRequest,
     Message,
-    ModelNotFound,
     Overloaded,
     RetryPolicy,
     StreamCorrupted,
@@ -132,24 +131,6 @@ def test_stream_yields_contiguous_deltas_and_a_result(client):
         assert [delta.offset for delta in deltas] == [0, 1, 2, 3, 4]
         assert stream.result().text == "hello"
         assert stream.finished_samples == stream.result().samples
-
-
-async def test_async_client_does_the_same(gateway):
-    async with await AsyncClient.connect(gateway.target) as client:
-        assert (await client.generate("hi")).text == "hello"
-        assert (await client.chat([("user", "hi")])).text == "hello"
-        async with client.stream_chat("hi", n=2) as stream:
-            assert "".join([d.text async for d in stream if d.index == 1]) == "hello"
-            assert len((await stream.result()).samples) == 2
-        assert (await client.tokenize("ab")).token_ids == (97, 98)
-        assert await client.detokenize([97, 98]) == "ab"
-        assert [m.name for m in await client.models()] == ["fake"]
-        assert (await client.model()).ready_workers == 1
-        assert (await client.status()).schedulers[0].workers[0].state == "ready"
-        assert (await client.abort("a", "b")).aborted_ids == ("a", "b")
-        assert await client.health() is True
-        with pytest.raises(ModelNotFound, match="no model 'other'"):
-            await client.model("other")
 
 
 def test_unary_calls(client):

@@ -66,12 +66,6 @@ async def test_each_task_has_its_own_request_id(capsys: pytest.CaptureFixture[st
     assert [line.get("request_id") for line in lines(capsys)] == ["r1", "r2", None, "r3"]
 
 
-def test_text_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    setup_logging("gateway", "text")
-    logging.getLogger("here").warning("careful")
-    assert capsys.readouterr().err.endswith(" gateway WARNING careful\n")
-
-
 def test_a_name_that_a_peer_chose_cannot_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("scheduler")
     logging.getLogger("here").info("gateway %s attached", "g\n12:00:00 scheduler INFO forged\r\x1b[2J\u2028é")

@@ -77,8 +77,3 @@ def test_lists_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = scheduler.waiting_snapshot(20.0)
     assert [(w.sequence.group.request_id, w.age_s) for w in waiting] == [("w0", 9.0), ("w1", 8.0), ("w2", 7.0)]
     assert [s.sequence.group.request_id for s in scheduler.slowest(20.0)] == ["second", "w0"]
-
-
-def test_the_oldest_requests_with_their_output() -> None:
-    (oldest,) = running().slowest(12.0)
-    assert (oldest.age_s, oldest.num_output_tokens, oldest.sequence.worker_id) == (3.0, 1, "w0")

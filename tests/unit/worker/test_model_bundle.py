@@ -46,10 +46,6 @@ def test_equal_files_give_equal_digests(tmp_path: Path) -> None:
     assert read_bundle(first).digest != read_bundle(second).digest
 
 
-def test_a_folder_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
-    assert not read_bundle(make_folder(tmp_path / "m", "config.json")).has_tokenizer
-
-
 def test_paths_that_are_not_model_folders(tmp_path: Path) -> None:
     make_folder(tmp_path / "empty")
     (tmp_path / "file").write_text("")
