@@ -173,8 +173,12 @@ def measure(args: argparse.Namespace, scratch: Path) -> Figures:
             for turn in range(args.rounds):
                 rng = random.Random(f"{streams} {turn}")
                 requests = requests_file(scratch / f"{streams}-{turn}.jsonl", max(4, streams), rng)
-                for name, server in servers.items():
-                    runs[name].append(measured(server, requests, streams))
+                for name, server in list(servers.items()):
+                    try:
+                        runs[name].append(measured(server, requests, streams))
+                    except RuntimeError as error:
+                        report(f"{name} is not measured any more: {error}")
+                        del servers[name], runs[name]
             for name, found in runs.items():
                 figures[name][str(streams)] = max(found, key=lambda run: float(run["tok_s"]))
                 report(f"{streams:3} streams  {name:14} {figures[name][str(streams)]}")
