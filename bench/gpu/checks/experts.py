@@ -9,6 +9,7 @@ import torch
 
 from bench.gpu.checks.case import TOLERANCES, Case, Outputs, Setup
 from worker_svc.engine.backend import Routing
+from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.decoder.layer import FeedForward
 from worker_svc.engine.gpu.kernels import activation, route
 from worker_svc.engine.gpu.kernels.linears import expert_linear, scaled_linear
@@ -68,10 +69,21 @@ def _weights(setup: Setup, weight: torch.Tensor, is_fp8: bool) -> ExpertWeights:
     return ExpertWeights(steps, scales, weight.shape[2], biases)
 
 
+def reference_routes(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None) -> route.Routes:
+    """As `route.route`, in torch."""
+    wide = logits[:, : routing.num_experts].double()
+    scores = wide.sigmoid() if routing.is_sigmoid else wide.softmax(-1)
+    keys = torch_ops.in_top_groups(scores if correction is None else scores + correction, routing)
+    chosen = keys.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    top = scores.gather(1, chosen)
+    shares = top / top.sum(-1, keepdim=True) if routing.is_normalized else top
+    return route.Routes(chosen.int(), (shares * routing.scale).float())
+
+
 def _case(setup: Setup, experts: StackedExperts, num_tokens: int) -> Case:
     routing, activation_name = experts.routing, setup.model.activation
     x, logits = setup.random(num_tokens, HIDDEN), setup.random(num_tokens, routing.num_logits, seed=1)
-    routes = route.reference(logits, routing, experts.correction)
+    routes = reference_routes(logits, routing, experts.correction)
     is_fp8 = experts.down_weights.scales is not None
 
     def run(first: int, last: int) -> Outputs:

@@ -400,10 +400,8 @@ void quire_linear_4bit_pack(int kind, const uint8_t* codes, const uint16_t* scal
   pack_4bits(kind == kFp4, codes, scales, zeros, out, in, unit, (char*)packed, threads);
 }
 
-// `unit` and `order` are for 4 bits only; see Linear.
-void quire_linear(int kind, int is_bf16, const void* x, const void* packed, const float* scales, const void* bias,
-                  void* y, int64_t n, int64_t in, int64_t out, int64_t unit, const int32_t* order, int threads) {
-  Pass pass(n * in * out > kSerialWork ? threads : 1);
-  linear(pass, is_bf16, {kind, packed, scales, bias, in, out, unit, order}, x, y, n);
+void quire_linear(int is_bf16, const Linear* layer, const void* x, void* y, int64_t n, int threads) {
+  Pass pass(n * layer->in * layer->out > kSerialWork ? threads : 1);
+  linear(pass, is_bf16, *layer, x, y, n);
 }
 }

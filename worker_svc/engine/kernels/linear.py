@@ -32,65 +32,29 @@ class KernelLinear:
         threads: int,
         zeros: Callable[[int], torch.Tensor] = aligned_zeros,
     ) -> None:
-        self._out_features, self._in_features = _shape_of(weight)
-        self._multiply = kernels.quire_linear
-        self._kind = kind
-        self._threads = threads
-        self._bias = bias
-        self._unit, self._order = 0, None
+        outputs, inputs = _shape_of(weight)
+        self._multiply, self._threads, self.kind, self._outputs = kernels.quire_linear, threads, kind, outputs
+        scales, unit, order = torch.zeros(0), 0, None
         if isinstance(weight, FourBitUnits):
-            self._unit, self._order = weight.unit, weight.order
-            self.packed = zeros(kernels.quire_linear_4bit_bytes(kind, *weight.codes.shape, weight.unit))
-            self._scales = torch.zeros(0)
-            self._pack_units(kernels, weight)
+            unit, order, numbers = weight.unit, weight.order, (weight.codes, weight.scales, weight.zeros)
+            self.packed = zeros(kernels.quire_linear_4bit_bytes(kind, outputs, inputs, unit))
+            kernels.quire_linear_4bit_pack(kind, *numbers, outputs, inputs, unit, self.packed, threads)
         else:
-            self.packed = zeros(kernels.quire_linear_packed_bytes(kind, self._out_features, self._in_features))
-            self._scales = torch.zeros(self._out_features + (-self._out_features % PANEL))
+            self.packed = zeros(kernels.quire_linear_packed_bytes(kind, outputs, inputs))
+            scales = torch.zeros(outputs + (-outputs % PANEL))
             if isinstance(weight, Int8Rows):
-                self._pack_steps(kernels, weight)
+                kernels.quire_linear_pack_steps(weight.steps.contiguous(), outputs, inputs, self.packed, threads)
+                scales[:outputs] = weight.scales
             else:
-                self._pack(kernels, weight.contiguous())
-
-    def _pack(self, kernels: ctypes.CDLL, weight: torch.Tensor) -> None:
-        is_bf16, sizes = weight.dtype is torch.bfloat16, weight.shape
-        kernels.quire_linear_pack(self._kind, is_bf16, weight, *sizes, self._scales, self.packed, self._threads)
-
-    def _pack_steps(self, kernels: ctypes.CDLL, weight: Int8Rows) -> None:
-        steps = weight.steps.contiguous()
-        kernels.quire_linear_pack_steps(steps, *steps.shape, self.packed, self._threads)
-        self._scales[: self._out_features] = weight.scales
-
-    def _pack_units(self, kernels: ctypes.CDLL, weight: FourBitUnits) -> None:
-        kernels.quire_linear_4bit_pack(
-            *(weight.kind, weight.codes, weight.scales, weight.zeros, self._out_features, self._in_features),
-            *(weight.unit, self.packed, self._threads),
-        )
-
-    def struct(self) -> Struct:
-        """This layer for other kernels."""
-        return LINEAR_STRUCT(
-            kind=self._kind,
-            packed=self.packed,
-            scales=self._scales,
-            bias=self._bias,
-            **{"in": self._in_features},
-            out=self._out_features,
-            unit=self._unit,
-            order=self._order,
-        )
-
-    @property
-    def kind(self) -> int:
-        """`Kind` of products.h."""
-        return self._kind
+                is_bf16, rows = weight.dtype is torch.bfloat16, weight.contiguous()
+                kernels.quire_linear_pack(kind, is_bf16, rows, outputs, inputs, scales, self.packed, threads)
+        sizes = {"in": inputs, "out": outputs, "unit": unit}
+        self.struct = LINEAR_STRUCT(kind=kind, packed=self.packed, scales=scales, bias=bias, order=order, **sizes)
+        self._pointer = ctypes.byref(self.struct)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        n = x.shape[0]
-        y = x.new_empty(n, self._out_features)
-        self._multiply(
-            *(self._kind, x.dtype is torch.bfloat16, x, self.packed, self._scales, self._bias, y, n),
-            *(self._in_features, self._out_features, self._unit, self._order, self._threads),
-        )
+        y = x.new_empty(len(x), self._outputs)
+        self._multiply(x.dtype is torch.bfloat16, self._pointer, x, y, len(x), self._threads)
         return y
 
 
@@ -98,7 +62,7 @@ def linear_struct(linear: object) -> Struct:
     """The struct of a layer that kernels compute."""
     if not isinstance(linear, KernelLinear):
         raise TypeError(f"kernels compute layers of type KernelLinear, not {type(linear).__name__}")
-    return linear.struct()
+    return linear.struct
 
 
 def linear_structs(linears: Sequence[object]) -> ctypes.Array[Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from worker_svc.engine.kernels.binding import struct
 from worker_svc.engine.kernels.build import LINEAR_SOURCES, KernelBuildError, load_kernels, load_kernels_of
 from worker_svc.engine.kernels.paths import PATH_ENV, CpuPathError, available_paths, chosen_path, path_of
 
@@ -48,9 +49,10 @@ def multiplier(kernels: ctypes.CDLL, kind: int, rows: int, outputs: int) -> Call
     y, scales = np.empty((rows, outputs), dtype), np.empty(outputs, np.float32)
     packed = np.empty(kernels.quire_linear_packed_bytes(kind, outputs, INPUTS), np.uint8)
     kernels.quire_linear_pack(kind, is_bf16, weight, outputs, INPUTS, scales, packed, 1)
+    layer = struct("Linear")(kind=kind, packed=packed, scales=scales, out=outputs, **{"in": INPUTS})
 
     def multiply() -> None:
-        kernels.quire_linear(kind, is_bf16, x, packed, scales, None, y, rows, INPUTS, outputs, 0, None, 1)
+        kernels.quire_linear(is_bf16, ctypes.byref(layer), x, y, rows, 1)
 
     return multiply
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from worker_svc.engine.backend import Routing
-from worker_svc.engine.cpu import torch_ops
 from worker_svc.engine.gpu.kernels.language import tl, triton
 from worker_svc.engine.gpu.kernels.launch import after_predecessor, dependent
 
@@ -166,14 +165,3 @@ def group(experts: torch.Tensor, num_experts: int, tile_rows: int) -> ExpertTile
         ROWS=tile_rows, EXPERTS=triton.next_power_of_2(num_experts), BLOCK=BLOCK, num_warps=4, **dependent(),
     )  # fmt: skip
     return ExpertTiles(pairs, tile_experts, num_tiles, tile_rows, num_pairs)
-
-
-def reference(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None) -> Routes:
-    """As `route`, in torch."""
-    wide = logits[:, : routing.num_experts].double()
-    scores = wide.sigmoid() if routing.is_sigmoid else wide.softmax(-1)
-    keys = torch_ops.in_top_groups(scores if correction is None else scores + correction, routing)
-    chosen = keys.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
-    top = scores.gather(1, chosen)
-    shares = top / top.sum(-1, keepdim=True) if routing.is_normalized else top
-    return Routes(chosen.int(), (shares * routing.scale).float())
