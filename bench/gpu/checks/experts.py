@@ -70,7 +70,7 @@ def _weights(setup: Setup, weight: torch.Tensor, is_fp8: bool) -> ExpertWeights:
 
 
 def reference_routes(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None) -> route.Routes:
-    """As `route.route`, in torch."""
+    """The routes that the kernel must find, in torch."""
     wide = logits[:, : routing.num_experts].double()
     scores = wide.sigmoid() if routing.is_sigmoid else wide.softmax(-1)
     keys = torch_ops.in_top_groups(scores if correction is None else scores + correction, routing)
