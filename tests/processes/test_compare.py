@@ -88,7 +88,7 @@ def mixed_lines(number: int) -> list[dict[str, Any]]:
     return [body_line(i % len(QUESTIONS), **KINDS[i % len(KINDS)]) for i in range(number)] + TEXTS
 
 
-@pytest.mark.parametrize("number", [200, pytest.param(10_000, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("number", [200, pytest.param(10_000, marks=[pytest.mark.deep, pytest.mark.timeout(1200)])])
 def test_a_model_does_not_differ_from_itself(gateways: tuple[Service, Service], tmp_path: Path, number: int) -> None:
     target = "--target", gateways[0].address
     code, report = compare(tmp_path, "demo demo", mixed_lines(number), *target, "--max-differing", "0")
