@@ -187,7 +187,7 @@ class ImageCounts(Protocol):
     num_bytes: int
 
 
-class Executor(Protocol):
+class MeasuredExecutor(Protocol):
     """The parts of the executor that metrics read."""
 
     meter: StepMeter
@@ -210,7 +210,7 @@ class WorkerReader:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: MeasuredExecutor,
         load_progress: Callable[[], float],
         is_ready: Callable[[], bool],
         info: Callable[[], EngineInfo | None],

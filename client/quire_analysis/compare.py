@@ -74,7 +74,7 @@ def _request_of(line: Any, name: str) -> StoredRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ComparedModel:
     """One of the two models."""
 
     client: AsyncClient
@@ -104,11 +104,11 @@ class Side:
 
 
 @dataclass(slots=True)
-class Comparison:
+class ModelComparison:
     """All results so far."""
 
-    a: Side
-    b: Side
+    a: ComparedModel
+    b: ComparedModel
     rule: Rule | None
     first_seed: int
     num_done: int = 0  # requests
@@ -162,7 +162,7 @@ class Comparison:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0; 1 for more differing answers than --max-differing; 2 if it cannot begin; 3 for failed requests."""
-    code, made = 0, list[Comparison]()
+    code, made = 0, list[ModelComparison]()
     try:
         if not Path(args.output).parent.is_dir():
             raise InvalidRequest(f"--output is {args.output}, but its folder does not exist")
@@ -177,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
     return code or written
 
 
-def _write_report(args: argparse.Namespace, comparison: Comparison) -> int:
+def _write_report(args: argparse.Namespace, comparison: ModelComparison) -> int:
     """Write what was compared, and print the summary. Returns the exit code."""
     report = comparison.to_dict()
     Path(f"{args.output}.json").write_text(to_json(report) + "\n", "utf-8")
@@ -199,19 +199,19 @@ def _rule_of(path: str) -> Rule:
 
 
 async def _compare(
-    args: argparse.Namespace, requests: Sequence[StoredRequest], rule: Rule | None, made: list[Comparison]
+    args: argparse.Namespace, requests: Sequence[StoredRequest], rule: Rule | None, made: list[ModelComparison]
 ) -> None:
     """Compare the answers to all requests. `made` gets the comparison when it begins."""
     async with contextlib.AsyncExitStack() as stack:
-        sides: list[Side] = []
+        sides: list[ComparedModel] = []
         for name, gateway in ((args.a, args.gateway_a), (args.b, args.gateway_b or args.gateway_a)):
             options: Any = {"tls": tls_option(args), "api_key": args.api_key, "timeout_s": args.timeout_s or TIMEOUT_S}
             client = await stack.enter_async_context(await AsyncClient.connect(gateway or args.target, **options))
-            sides.append(Side(client, name, args.top))
+            sides.append(ComparedModel(client, name, args.top))
         sizes = [(await side.client.model(side.name)).vocab_size for side in sides]
         if sizes[0] != sizes[1]:
             raise InvalidRequest(f"the vocabularies have {sizes[0]} and {sizes[1]} tokens; both must be the same")
-        made.append(comparison := Comparison(sides[0], sides[1], rule, args.seed))
+        made.append(comparison := ModelComparison(sides[0], sides[1], rule, args.seed))
         progress = asyncio.create_task(_show_progress(comparison, len(requests)))
         left = iter(enumerate(requests))
         async with asyncio.TaskGroup() as group:
@@ -220,7 +220,7 @@ async def _compare(
         progress.cancel()
 
 
-async def _show_progress(comparison: Comparison, num_requests: int) -> None:
+async def _show_progress(comparison: ModelComparison, num_requests: int) -> None:
     while sys.stderr.isatty():
         differing = sum(not one.is_equal for one in comparison.found)
         print(f"\r\x1b[K{comparison.num_done}/{num_requests}, {differing} differ", end="", file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from gateway_svc.answer.session import SessionBase
 from gateway_svc.answer.stream import GenerationStream
 from gateway_svc.callers.caller import annotate, record_request_id, scoped
 from gateway_svc.pipeline.admission import CallAdmission
-from gateway_svc.pipeline.old_answers import OldAnswers
+from gateway_svc.pipeline.old_answers import OldAnswerReader
 from gateway_svc.pipeline.sessions import Sessions
 from gateway_svc.records.recorder import OutputRecorder, Recording
 from gateway_svc.request.field_errors import BYTES_PER_TOKEN, invalid
@@ -111,7 +111,7 @@ class GenerationPipeline:
         self._signer = signer
         self.shadows = shadows
         self.sessions = Sessions(admission, prompts, lambda: self.recorder.records)
-        self._old_answers = OldAnswers(self._lane, lambda: self.recorder.records)
+        self._old_answers = OldAnswerReader(self._lane, lambda: self.recorder.records)
 
     def generate(
         self,
@@ -141,10 +141,10 @@ class GenerationPipeline:
         record_request_id(request.request_id)
         limits, is_new = call.limits or self._admission.requests, resumed is None
         grammar = await self._lane.run(request.sampling.ByteSize(), check_generate, request, limits, is_new=is_new)
-        base, alias = None, None if resumed is None else resumed.record.content.alias
+        base, former_id, alias = None, "", None if resumed is None else resumed.record.content.alias
         if request.session_id and is_new:
             request, base, grammar = await self._continued(call)
-            alias = base.alias
+            alias, former_id = base.alias, base.record.next_id
         model = self._admission.model(request, request.continuation.revision, request.adapter, alias=alias)
         resumes = request.HasField("continuation")
         with self._open(call, model, resumes=resumes) as stream:
@@ -161,7 +161,6 @@ class GenerationPipeline:
                 cache_salt=self._admission.cache_salt(request.scheduling),
                 replay=None if resumed is None else resumed.replay,
             )
-            former_id = "" if base is None else base.record.next_id
             if former_id or request.draft_of or request.draft_token_ids or request.draft_text:
                 plan = replace(plan, draft_token_ids=await self._old_answers.read(request, model, former_id))
             if prompt.inputs:

@@ -21,7 +21,7 @@ from request_fields.fields import DRAFT_FIELDS, MAX_DRAFT_IDS
 from svc_common.errors import NotConfiguredError, ServiceError
 
 
-class OldAnswers:
+class OldAnswerReader:
     """Reads old answers. `records` raises NotConfiguredError if this gateway keeps none."""
 
     def __init__(self, lane: Lane, records: Callable[[], RecordStore]) -> None:

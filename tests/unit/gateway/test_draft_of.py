@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from quire.v1 import inference_pb2 as pb
 
-from gateway_svc.pipeline.old_answers import OldAnswers
+from gateway_svc.pipeline.old_answers import OldAnswerReader
 from gateway_svc.records.store import RecordStore
 from svc_common.errors import NotConfiguredError, NotFoundError, RecordsUnavailableError, ServiceError
 
@@ -35,7 +35,7 @@ async def test_a_record_that_cannot_be_read_stops_only_new_requests(
     error: ServiceError | None, expected: type[ServiceError]
 ) -> None:
     """A request that continues has tokens that its client must not lose for the sake of drafts."""
-    answers = OldAnswers(cast(Any, None), lambda: cast(RecordStore, Records(error)))
+    answers = OldAnswerReader(cast(Any, None), lambda: cast(RecordStore, Records(error)))
     request = pb.GenerateRequest(draft_of="old")
     with pytest.raises(expected):
         await answers.read(request, cast(Any, None), "")
