@@ -136,11 +136,11 @@ class OldAnswers:
 
     def propose(self, rows: I64, counts: I64, others: Callable[[I64, I64], list[list[int]]] | None) -> list[list[int]]:
         """For each row, up to so many tokens that may follow its known tokens. Those without drafts from an answer have
-        those of `others`."""
+        those of `others`, which is called after each step: a head makes the entries of all rows then."""
         found = [self._propose(row, most) for row, most in zip(rows.tolist(), counts.tolist(), strict=True)]
         self._num_left = self._pause = 0 if any(found) else min(2 * self._pause + 1, MAX_PAUSE)
         left = [i for i, drafts in enumerate(found) if not drafts]
-        if others is not None and left:
+        if others is not None:
             for i, drafts in zip(left, others(rows[left], counts[left]), strict=True):
                 found[i] = drafts
         return found
