@@ -107,7 +107,7 @@ def test_each_proposer_gives_the_same_answers(models: Path, numbers: str, propos
     text = f"{proposer}:{folders[proposer]}" if proposer in folders else proposer
     speculates = None if proposer == "random" else text
     runner = make_runner(models, numbers, prefix, num_blocks=110, speculate=speculates, max_drafts=5)
-    if runner._drafts is None:
+    if speculates is None:
         speculate(runner, {}, 1.0)
     else:
         runner._drafts._times = NoTimes()
