@@ -86,7 +86,7 @@ def test_images_before_recurrent_layers_match_transformers(tmp_path, name):
     folder = make_vision_model(tmp_path, name)
     driver = DeviceDriver(load(folder))
     run_scenes(driver)
-    check(load_vision_reference(folder), driver, SCENES)
+    check(load_vision_reference(folder).double(), driver, SCENES)
 
 
 def test_deepstack_after_the_last_layers_matches_transformers(tmp_path):
