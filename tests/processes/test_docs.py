@@ -28,7 +28,7 @@ import torch
 from PIL import Image as Picture
 from quire_cli.arguments import make_parser
 from quire_cli.commands import doctor
-from quire_client import AsyncClient, Client
+from quire_client import AsyncClient, Client, ToolCall
 from quire_client.demo import demo_model_dir
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -72,12 +72,14 @@ ELSEWHERE = (
     *("pip install ", "ssh ", "kubectl ", "host-0$ ", "host-1$ ", "python bench/", "bench/gpu/"),
     *("umask 077; mkdir tokens; cd tokens", "for role in ", "accept"),  # tests/chart/test_trust.py
     "codex ",  # tests/clients/test_codex.py
+    "--public-prefix ",  # tests/processes/test_isolation.py
 )
 # Commands that need files or other services. Tests named after them run them.
-PARSED = ("up", "serve", "batch", "adapter", "receipt", "verify")
+PARSED = ("up", "serve", "batch", "adapter", "receipt", "verify", "compare", "explain", "replay")
 # Blocks of other languages, by page and language: those that this file tests, and the files that test the others.
 SETTINGS = {("cli", "json"), ("keys", "json"), ("limits", "toml"), ("recipes", "toml"), ("structured-output", "json")}
 OTHERS = {
+    ("compare", "json"): "tests/unit/client/test_compare.py",
     ("configuration", "text"): "tests/unit/test_configuration_page.py",
     ("configuration", "toml"): "tests/unit/test_configuration_page.py",
     ("grpc", "json"): "tests/processes/test_grpc_services.py",
@@ -107,6 +109,11 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "Audio(": make_speech_checkpoint,
     "translate English": lambda folder: make_text_checkpoint(folder, TEXT_SHAPES[0]),
 }
+
+
+async def book(call: ToolCall) -> str:
+    """The tool of an agent."""
+    return call.id
 
 
 class Documented:
@@ -144,6 +151,9 @@ class Documented:
             "question": "What does len do?",
             "prompt_ids": tokenizer("What does len do?").input_ids,
             "save_file": save_file,
+            "messages": [{"role": "user", "content": "What does len do?"}],
+            "TOOLS": [{"type": "function", "function": {"name": "book"}}],
+            "book": book,
         }
 
     def _serve(self, folder: Path, worker_flags: tuple[str, ...], gateway_flags: tuple[str, ...]) -> Service:

@@ -97,7 +97,7 @@ async def test_a_plain_request_enters_no_feature(stack: tuple[Path, dict[str, An
     traces = [await modules_of(stack, temperature=0.7, top_p=0.9, seed=7) for _ in range(3)]
     entered = set.intersection(*traces)
     assert features_in(entered) == set()
-    assert len(entered) <= BUDGET["plain_request"]["modules"], sorted(entered)
+    assert len(entered) <= BUDGET["plain_request"]["modules"], (len(entered), sorted(entered))
 
 
 async def test_a_request_that_uses_a_feature_is_noticed(stack: tuple[Path, dict[str, Any]]) -> None:

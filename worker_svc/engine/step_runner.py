@@ -56,6 +56,7 @@ class StepRunner(Runner, ABC):
         if config.speculate is None:
             if not (self.launches or self.info.attention_window or self._tables.states):
                 self._drafts = RowDrafts(self._rows, config.max_drafts, tables=self._tables, is_for_all=False)
+                self._drafts.asks = lambda item: item.fork_of_row is not None or len(item.draft_token_ids)
             return
         if self.info.attention_window is not None:
             raise ValueError(
