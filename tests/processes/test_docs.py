@@ -87,6 +87,7 @@ OTHERS = {
     ("gpu", "text"): "tests/gpu/test_gpu_page.py",  # a formula and lines of logs
     ("gpu", "yaml"): "tests/chart/test_docs.py",
     ("metrics", "promql"): "tests/chart/test_docs.py",
+    ("replay", "py"): "tests/unit/client/test_executor.py",  # recipes for other packages
     ("resume-protocol", "json"): "tests/unit/client/test_resume.py",
     ("trust", "yaml"): "tests/chart/test_trust.py",
 }
