@@ -24,7 +24,7 @@ from tests.processes.models import make_checkpoint
 from tests.processes.stack import Service, Stack, wait_idle
 
 FLAGS = ("--dtype", "float32", "--num-blocks", "96", "--max-num-seqs", "8", "--model-name", "demo")
-MAX_TOKENS = 60
+MAX_TOKENS = 240
 BUF = Path(sys.executable).parent / "buf"
 
 

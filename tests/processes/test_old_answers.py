@@ -75,7 +75,7 @@ async def test_each_kind_of_draft_changes_no_token(tmp_path: Path, speculate: tu
             assert [
                 await answer(other, fields, **draft) for fields, draft in zip(REQUESTS, drafts, strict=False)
             ] == plain
-            assert await asyncio.to_thread(num_accepted) > 300
+            assert await asyncio.to_thread(num_accepted) > 50  # depends on the times of steps
             running = [
                 asyncio.create_task(answer(other, fields, **draft))
                 for fields, draft in zip(REQUESTS * 4, drafts, strict=True)
@@ -89,7 +89,7 @@ async def test_each_kind_of_draft_changes_no_token(tmp_path: Path, speculate: tu
                         worker.start()
                         await stack.until(client, lambda schedulers: is_ready(schedulers, worker))
             assert await asyncio.wait_for(asyncio.gather(*running), 120) == plain * 4
-            body = {"input": PROMPT, "max_output_tokens": 80, "temperature": 1, "seed": 7}
+            body = {"input": PROMPT, "max_output_tokens": 300, "temperature": 1, "seed": 7, "ignore_eos": True}
             first = await asyncio.to_thread(post, ports[0], "/v1/responses", body)
             before = await asyncio.to_thread(num_accepted)
             again = await asyncio.to_thread(post, ports[1], "/v1/responses", {**body, "draft_of": first["id"]})
