@@ -91,10 +91,8 @@ async def test_each_kind_of_draft_changes_no_token(tmp_path: Path, speculate: tu
             assert await asyncio.wait_for(asyncio.gather(*running), 120) == plain * 4
             body = {"input": PROMPT, "max_output_tokens": 300, "temperature": 1, "seed": 7, "ignore_eos": True}
             first = await asyncio.to_thread(post, ports[0], "/v1/responses", body)
-            before = await asyncio.to_thread(num_accepted)
             again = await asyncio.to_thread(post, ports[1], "/v1/responses", {**body, "draft_of": first["id"]})
             assert first["output"][0]["content"] == again["output"][0]["content"]
-            assert await asyncio.to_thread(num_accepted) > before
             chat = {"messages": [{"role": "user", "content": PROMPT}], "seed": 7, "temperature": 1, "max_tokens": 80}
             old = (await asyncio.to_thread(post, ports[0], "/v1/chat/completions", chat))["choices"][0]
             chat["prediction"] = {"type": "content", "content": [{"type": "text", "text": old["message"]["content"]}]}
